@@ -1,4 +1,4 @@
-"""What a rank sends in a step: counted at the primitives, worked out by the formula, counted by the sockets.
+"""Bytes that a rank sends in a step: counted at the primitives, worked out by the formula, counted by the sockets.
 
 The first two are equal to the byte where megalite sends what it says; the third knows nothing of either, and adds the
 headers of messages.
@@ -23,9 +23,9 @@ Transfer = Literal["reduce_scatter", "all_reduce", "all_gather"]
 
 
 def bytes_sent(transfer: Transfer, elements: int, ranks: int, comm_dtype: torch.dtype) -> int:
-    """What each of `ranks` ranks sends for a tensor of so many elements, a multiple of `ranks`.
+    """Bytes that each of `ranks` ranks sends through gloo for a tensor of `elements`, a multiple of `ranks`.
 
-    That is gloo's, but for the headers, a hundred bytes or so per message: its reduces send 1 / ranks more than a ring.
+    Headers are left out, a hundred bytes or so a message. gloo's reduces send 1 / ranks more than a ring's.
     """
     slices = {"all_reduce": 2 * ranks, "all_gather": ranks, "reduce_scatter": ranks + 1}[transfer]  # by `ranks`
     return slices * (ranks - 1) * (elements // ranks) * comm_dtype.itemsize // ranks
@@ -68,7 +68,7 @@ class Primitives:
 
 
 def bytes_by_formula(training: Training, comm_dtype: torch.dtype) -> int:
-    """What a rank sends in one step: the gradients of all buckets as `comm_dtype`; sharded, their parameters too."""
+    """Bytes that a rank sends in one step: gradients of all buckets as `comm_dtype`; sharded, parameters too."""
     sent = 0
     for bucket, parameters in zip(training.buffers.layout.buckets, training.buffers.parameter_buckets, strict=True):
         sharing, elements = training.replicas[bucket.buffer.kind], parameters.numel()
@@ -81,7 +81,7 @@ def bytes_by_formula(training: Training, comm_dtype: torch.dtype) -> int:
 
 
 def bytes_on_the_wire() -> int:
-    """What the TCP sockets of this process have sent by Linux's count, headers of messages included."""
+    """Bytes that this process's TCP sockets have sent by Linux's count, headers of messages included."""
     sent = 0
     sockets = [name for name in os.listdir("/proc/self/fd") if _is_socket(name)]
     for name in sockets:

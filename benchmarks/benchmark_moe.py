@@ -35,7 +35,7 @@ from megalite.config.schema import Config
 from megalite.context_parallel import exchange
 from megalite.kernels import grouped
 from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.host import limit_openmp_spinning
+from megalite.launch.host import set_variables
 from megalite.moe import balance, dispatch
 from megalite.moe.layer import MoELayer
 from megalite.train.build import open_context
@@ -147,7 +147,7 @@ class Ranks:
             self._processes.append(process)
 
     def turn(self) -> list[Turn]:
-        """What each rank says. EOFError where one is gone, whose own words stand above."""
+        """The answers of all ranks. EOFError where a rank is gone, whose own words stand above."""
         for connection in self._connections:
             connection.send(None)
         return [connection.recv() for connection in self._connections]
@@ -203,7 +203,7 @@ class Waits:
 
 
 def global_tokens(config: Config) -> Tensor:
-    """What all ranks together train on in every step."""
+    """The batch of all ranks together, the same in every step."""
     shape = config.train.global_batch_size, config.train.seq_length
     generator = torch.Generator().manual_seed(config.seed)
     return torch.randint(0, config.model.vocab_size or 0, shape, generator=generator)
@@ -227,7 +227,7 @@ class Comparison:
         ]
 
     def seconds(self, name: str) -> list[float]:
-        """Of a step, the slowest rank's, by round."""
+        """Seconds of a step on the slowest rank, by round."""
         return [max(turn.seconds for turn in ranks) for ranks in self.turns[name]]
 
     def speed(self, name: str, reference: str = REFERENCE) -> float:
@@ -285,7 +285,7 @@ def run(names: Sequence[str], precisions: Sequence[str], *, rounds: int, batch: 
         shape = SHAPES[name]
         config = shape.config(batch or shape.cpu_batch, precision, torch.device("cpu"), *FIXED)
         with environment_kept():
-            limit_openmp_spinning(os.environ)  # as a run does before torch is imported
+            set_variables(os.environ)  # as a run does before torch is imported
             with ProcessPoolExecutor(1, PROCESSES) as process:
                 layer = process.submit(measure_layer, config, rounds).result()
         print(f"\n{name} {precision}, one layer, one process of {torch.get_num_threads()} threads")

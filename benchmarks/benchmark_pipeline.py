@@ -141,7 +141,7 @@ def scale_of(batches: Sequence[Batch]) -> Tensor:
 
 
 def random_batches(config: Config) -> list[Batch]:
-    """What the ranks train on in every step."""
+    """The batch of the ranks, the same in every step."""
     assert config.train.micro_batch_size is not None
     shape = (config.train.micro_batch_size, config.train.seq_length)
     generator = torch.Generator().manual_seed(config.seed)
@@ -197,7 +197,7 @@ def measure(context: ParallelContext, configs: dict[str, Config], rounds: int) -
 
 
 def counted_step(side: Contender) -> Measured:
-    """Its loss and its gradients."""
+    """Loss and gradients of a contender."""
     side.training.buffers.start_step()
     loss = side.step()
     side.training.sync.finish()
@@ -228,7 +228,7 @@ class Comparison:
 
     @property
     def aims(self) -> list[str]:
-        """What the executor is held to, and whether it was reached here."""
+        """The bound that the executor must keep, and whether it did here."""
         cost, peer = self.by_prediction(OURS), self.by_peer(OURS)
         return [
             f"1f1b at most {MOST_OF_PREDICTION} of its prediction: {_reached(cost <= MOST_OF_PREDICTION)} ({cost:.3f})",
@@ -236,16 +236,16 @@ class Comparison:
         ]
 
     def milliseconds(self, name: str) -> float:
-        """Of one step, from its begin on the first rank to its end on the last; median over the rounds."""
+        """Milliseconds of a step, from the first rank's begin to the last rank's end; the median over the rounds."""
         return 1e3 * statistics.median(self._seconds(name))
 
     def by_prediction(self, name: str) -> float:
-        """Of megalite: its step by the simulator's for the mean times of the actions of that step; median."""
+        """Megalite's measured step by the simulated one with the mean times of that step's actions; the median."""
         pairs = zip(self._seconds(name), self.predicted(name), strict=True)
         return statistics.median(seconds / predicted.makespan for seconds, predicted in pairs)
 
     def by_peer(self, name: str) -> float:
-        """Its step by that of torch's schedule in the same round; median."""
+        """A contender's step by that of torch's schedule in the same round; the median."""
         return statistics.median(a / b for a, b in zip(self._seconds(name), self._seconds(PEER), strict=True))
 
     def predicted(self, name: str) -> list[Timeline]:

@@ -25,7 +25,7 @@ from megalite.data.batch import whole_batch
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES
 from megalite.launch.environment import read_environment
-from megalite.launch.host import let_cuda_segments_grow, limit_openmp_spinning
+from megalite.launch.host import set_variables
 from megalite.model.flops import parameter_count
 from megalite.train.build import build_training, data_share, fill_with_start_values, open_context
 from megalite.train.device_settings import derive_device
@@ -204,8 +204,7 @@ class Side:
         self._process = spawning.Process(target=_take_turns, args=(other_end, name, config, torch.get_num_threads()))
         with environment_kept():  # the process inherits it
             if name == "megalite":
-                limit_openmp_spinning(os.environ)  # as the launcher does before torch is imported
-                let_cuda_segments_grow(os.environ)
+                set_variables(os.environ)  # as the launcher does before torch is imported
             self._process.start()
         other_end.close()  # so that this end notices where the process is gone
         try:
@@ -226,11 +225,11 @@ class Side:
         self._connection.close()
 
     def seconds(self, repeat: int) -> float:
-        """Of one step, the mean over so many."""
+        """Seconds of a step, the mean of `repeat`."""
         return self.turn(repeat).seconds
 
     def turn(self, repeat: int) -> "Turn":
-        """Of one step, the mean over so many."""
+        """A turn of `repeat` steps; its figures are means."""
         time.sleep(PAUSE_S)
         return self._answer(repeat)
 
@@ -251,7 +250,7 @@ class Side:
 
 
 class Turn(NamedTuple):
-    """What a side took: seconds of a step, of these the host's work before it waits, and GiB at the most (on CUDA)."""
+    """Seconds of a step, the host's seconds before it waits, and on CUDA the most GiB allocated."""
 
     seconds: float
     host_s: float
@@ -285,7 +284,7 @@ def _take_turns(connection: Connection, name: str, config: Config, threads: int)
 
 @contextlib.contextmanager
 def environment_kept() -> Iterator[None]:
-    """What changes meanwhile is as it was."""
+    """Restore afterwards what changes meanwhile."""
     before = dict(os.environ)
     try:
         yield

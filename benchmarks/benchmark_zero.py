@@ -92,7 +92,7 @@ class Contender(Protocol):
         """One step; the loss, whose mean over the ranks is that of the global batch."""
 
     def grad_norm(self) -> float:
-        """Of the last step, over all ranks, all of which must ask."""
+        """The gradient norm of the last step over all ranks; collective."""
 
     def settle(self) -> None:
         """Return when every rank has the parameters for its next forward."""
@@ -200,12 +200,12 @@ def _fsdp(model: GPT) -> nn.Module:
 
 
 def _zero_redundancy(groups: Any, **settings: Any) -> torch.optim.Optimizer:
-    """Its overlap with backward leaves no place for clipping, so it runs after it."""
+    """Torch's ZeRO optimizer without overlap: with overlap there is no place for clipping."""
     return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, parameters_as_bucket_view=True, **settings)
 
 
 def contenders(config: Config, context: ParallelContext, batch: Batch) -> dict[str, Contender]:
-    """By name. In bf16 only those that keep fp32 masters and sum gradients in fp32, as megalite does."""
+    """Contenders by name. In bf16 all keep fp32 masters and sum gradients in fp32, as megalite does."""
     found: dict[str, Contender] = {OURS: Megalite(config, context, batch, zero=1)}
     found["megalite zero=0"] = Megalite(config, context, batch, zero=0)
     found["FSDP2"] = Torch(config, batch, context.dtype, _fsdp)
@@ -251,7 +251,7 @@ def measure(context: ParallelContext, config: Config, rounds: int) -> dict[str, 
 
 
 def first_steps(side: Contender, context: ParallelContext) -> Measured:
-    """Its losses, and the bytes of the last of them."""
+    """Losses of a contender, and the bytes of the last one."""
     losses = [side.step() for _ in range(FIRST_STEPS - 1)]
     side.settle()
     context.barrier()
@@ -268,7 +268,7 @@ def first_steps(side: Contender, context: ParallelContext) -> Measured:
 
 
 def random_batch(config: Config, rank: int) -> Batch:
-    """What this rank trains on in every step."""
+    """The batch of this rank, the same in every step."""
     assert config.train.micro_batch_size is not None
     shape = (config.train.micro_batch_size, config.train.seq_length)
     generator = torch.Generator().manual_seed(config.seed + rank)
@@ -310,11 +310,11 @@ class Comparison:
         return found
 
     def milliseconds(self, name: str) -> float:
-        """Of one step, median over the rounds."""
+        """Milliseconds of a step, the median over the rounds."""
         return 1e3 * statistics.median(self._wall(name))
 
     def processor_milliseconds(self, name: str) -> float:
-        """Of one step, all ranks together; median over the rounds."""
+        """Processor time of a step, all ranks together; the median over the rounds."""
         return 1e3 * statistics.median(self._processor(name))
 
     def ours_by_it(self, name: str) -> tuple[float, float]:
@@ -326,7 +326,7 @@ class Comparison:
         return statistics.median(ratios[0]), statistics.median(ratios[1])
 
     def fastest_peer(self) -> str:
-        """Of those that shard the optimizer's state."""
+        """The fastest peer that shards the optimizer's state."""
         return max(PEERS & self.measured.keys(), key=lambda name: self.ours_by_it(name)[0])
 
     def _losses(self, name: str) -> list[float]:

@@ -120,7 +120,7 @@ class Campaign:
         out.mkdir(parents=True, exist_ok=True)
 
     def run(self, rungs: Sequence[str], at_a_time: int, limit_s: float) -> None:
-        """Those that have no record yet, until the time is over."""
+        """Run the rungs that have no record yet, until the time is over."""
         waiting = [rung for rung in rungs if rung not in self.records]
         running: list[tuple[Process, dict[str, str]]] = []
         with tempfile.TemporaryDirectory(prefix="megalite-rungs-") as folder:
@@ -149,7 +149,7 @@ class Campaign:
 
 
 def clocks(device: str) -> dict[str, str]:
-    """What nvidia-smi says of the first GPU; nothing where it is missing."""
+    """Clocks, temperature and power of the first GPU by nvidia-smi; empty without it."""
     query = ["nvidia-smi", f"--query-gpu={QUERY}", "--format=csv,noheader,nounits", "--id=0"]
     values, names = _output(query).split(", ") if device == "cuda" else [], QUERY.split(",")
     return dict(zip(names, values, strict=True)) if len(values) == len(names) else {}
@@ -162,7 +162,7 @@ def _output(command: Sequence[str]) -> str:
 
 
 def missing_packages() -> list[str]:
-    """What is not installed, with the versions of requirements.txt and requirements-test.txt."""
+    """Packages that are not installed, with the versions of requirements.txt and requirements-test.txt."""
     pinned = [line for name in ("", "-test") for line in (ROOT / f"requirements{name}.txt").read_text().splitlines()]
     found = []
     for name in NEEDED:
@@ -174,7 +174,7 @@ def missing_packages() -> list[str]:
 
 
 def how_to_bring(packages: Sequence[str]) -> str:
-    """What to type on a machine with a package index, and here."""
+    """Commands for a machine with a package index, and for this one."""
     python, names = f"Python {sys.version_info.major}.{sys.version_info.minor}", " ".join(packages)
     return (
         f"not installed here: {names}\n"
@@ -184,7 +184,7 @@ def how_to_bring(packages: Sequence[str]) -> str:
 
 
 def commit() -> str:
-    """What git says or, where it says nothing, the file COMMIT, which may be of an older copy; empty: neither."""
+    """The commit by git or, without git, by the file COMMIT, which may be of an older copy; empty: neither."""
     if (ROOT / ".git").exists() and (said := _output(["git", "rev-parse", "HEAD"])):
         return said
     return (ROOT / "COMMIT").read_text().strip() if (ROOT / "COMMIT").exists() else ""

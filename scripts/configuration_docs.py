@@ -31,7 +31,7 @@ def generated_files(root: Path = ROOT) -> dict[Path, str]:
 
 
 def _head(path: Path, mark: str) -> str:
-    """What is written by hand, up to the mark."""
+    """The text that is written by hand, up to the mark."""
     head, found, _ = path.read_text(encoding="utf-8").partition(mark)
     assert found, f"{path} lost its line {mark!r}"
     return f"{head}{mark}\n"

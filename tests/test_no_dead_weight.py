@@ -117,7 +117,6 @@ CALLED_FROM_OUTSIDE = {
     *("forward", "backward"),  # torch.autograd.Function, nn.Module
     *("readinto", "seekable", "writable"),  # io.RawIOBase
     *("emit", "handleError"),  # logging.Handler
-    "on_broken_pipe",  # rich.console.Console
     "find_class",  # pickle.Unpickler
     "construct_mapping",  # yaml.SafeLoader
     "manipulate_search_path",  # Hydra's SearchPathPlugin

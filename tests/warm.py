@@ -30,7 +30,7 @@ from functools import cache
 from pathlib import Path
 
 IMPORTED = [  # what programs of megalite import of others, and when they run
-    *("hydra", "jinja2", "numpy", "rich.console", "rich.markup", "safetensors.torch", "tokenizers", "xxhash", "yaml"),
+    *("hydra", "jinja2", "numpy", "safetensors.torch", "tokenizers", "xxhash", "yaml"),
     *("numpy.random", "torch", "torch.distributed.run", "torch.fx.experimental.symbolic_shapes", "torch.profiler"),
 ]
 CLIENT = """\

@@ -1,8 +1,8 @@
 """Saves behind the training: the pieces are copied to host memory, and a thread writes the copies.
 
-Training waits for the copy alone, and on CUDA only before the next update. The thread's collectives use a group of its
-own ("saving"), so they never meet those of the training. One save at a time: its owner asks for the `result` of one
-before it begins the next. The thread is a daemon, so the process can exit without it.
+Training waits for the copy alone, and on CUDA only before the next update. The thread's collectives use a group of
+their own ("saving"), so they never meet those of the training. One save at a time: its owner asks for the `result` of
+one before it begins the next. The thread is a daemon, so the process can exit without it.
 
 On a CPU the copies are ordinary memory, freed when the write is over. On CUDA they are pinned (a copy to other memory
 would hold up the host), as many bytes as the pieces have, allocated once and used again. A stream of its own copies
@@ -12,7 +12,6 @@ first: then the training's stream waits for the copies on the device.
 
 import threading
 import time
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -56,11 +55,6 @@ class BackgroundSaves:
                 wait()
                 saved = write(copies, self._context)
             except BaseException as error:
-                cause: BaseException | None = error
-                while cause is not None:  # keep the lines of the trace, and let go of the copies that its frames hold
-                    traceback.clear_frames(cause.__traceback__)
-                    cause = cause.__cause__ or cause.__context__
-                copies.clear()
                 saving.set_exception(error)
             else:
                 copies.clear()  # before anybody can see that it is over
@@ -81,9 +75,7 @@ class BackgroundSaves:
             copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in live]
         else:
             self._pinned = copies = self._pinned or _pinned(live)
-            self._side.wait_stream(
-                torch.cuda.current_stream(self._device)
-            )  # the state is complete when its kernels are
+            self._side.wait_stream(torch.cuda.current_stream(self._device))  # whose kernels complete the state
             with torch.cuda.stream(self._side):
                 for copy, tensor in zip(copies, live, strict=True):
                     copy.copy_(tensor, non_blocking=True)

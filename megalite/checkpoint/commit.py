@@ -37,14 +37,10 @@ def step_of(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("step-"))
 
 
-def _names(folder: Path) -> list[str]:
-    return sorted(os.listdir(folder)) if folder.is_dir() else []
-
-
 def committed(folder: Path) -> list[tuple[int, Path]]:
     """The steps under a final name, newest first. They are ordered by number: clocks of file systems may be wrong."""
-    paths = [folder / name for name in reversed(_names(folder)) if _STEP.fullmatch(name)]
-    return [(step_of(path), path) for path in paths if path.is_dir() or path.is_symlink()]
+    paths = [path for path in (folder.iterdir() if folder.is_dir() else ()) if _STEP.fullmatch(path.name)]
+    return sorted(((step_of(path), path) for path in paths if path.is_dir() or path.is_symlink()), reverse=True)
 
 
 def begin(folder: Path, step: int) -> Path:
@@ -57,9 +53,14 @@ def begin(folder: Path, step: int) -> Path:
 
 def publish(temporary: Path, step: int) -> None:
     """Make a completely written temporary folder the checkpoint of `step`, durably; OSError where there is one."""
+    final = temporary.with_name(step_name(step))
     sync_folder(temporary)
-    os.rename(temporary, temporary.with_name(step_name(step)))  # the commit point
-    sync_folder(temporary.parent)
+    os.rename(temporary, final)  # the commit point
+    try:
+        sync_folder(temporary.parent)
+    except OSError:  # the name may not outlive a power cut: the save has failed, and can be tried again
+        os.rename(final, temporary)
+        raise
 
 
 def retire(folder: Path, step: int, keep: int, *, good_before: int = 0) -> None:
@@ -79,21 +80,16 @@ def retire(folder: Path, step: int, keep: int, *, good_before: int = 0) -> None:
 
 def recover(folder: Path) -> None:
     """Clear up after attempts that were killed. Only for the owner of the run's lock, when nothing is being saved."""
-    for name in filter(_UNFINISHED.fullmatch, _names(folder)):
-        shutil.rmtree(folder / name)
+    for path in folder.iterdir() if folder.is_dir() else ():
+        if _UNFINISHED.fullmatch(path.name):
+            shutil.rmtree(path)
 
 
 def set_aside(path: Path) -> str:
-    """Rename a damaged checkpoint, so that it is not tried again and not lost; the new name."""
+    """Rename a damaged checkpoint, so that it is not tried again and not lost; what became of it, in words."""
     aside = path.with_name(f"{path.name}.bad-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
-    os.rename(path, aside)
-    sync_folder(path.parent)
-    return aside.name
-
-
-def size_in_words(amount: int) -> str:
-    """5.2 GiB"""
-    for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if amount >= scale:
-            return f"{amount / scale:.1f} {unit}"
-    return f"{amount} bytes"
+    try:
+        os.rename(path, aside)
+    except OSError as error:
+        return f"not renamed: {error.strerror}"
+    return f"kept as {aside.name}"

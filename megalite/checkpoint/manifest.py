@@ -7,16 +7,14 @@ accidents (a torn copy, a bad disk). They do not stop a forger, so a manifest is
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import xxhash
 
-from megalite.checkpoint.commit import STATE, step_of
+from megalite.checkpoint.commit import step_of
 from megalite.checkpoint.pieces import is_tiled
 from megalite.errors.problems import Problem, UserError
 
@@ -83,32 +81,21 @@ class Manifest:
             rule = f"it has format {fields['format']}; this megalite reads format {FORMAT}"
             remedy = "go on with the megalite that wrote it, or export its weights with it and set checkpoint.init_from"
             raise UserError(Problem(str(checkpoint), "of another version", rule, remedy))
+        if fields["step"] != step_of(checkpoint):
+            raise ValueError(f"it says that it is step {fields['step']}")
         files = {name: FileRecord(*record) for name, record in fields["files"].items()}
         tensors = {
             name: StoredTensor(dtype, tuple(shape), [StoredBox(*box[:2], *map(tuple, box[2:])) for box in boxes])
             for name, (dtype, shape, boxes) in fields["tensors"].items()
         }
-        found = cls(fields["step"], fields["about"], files, tensors)
-        found.check(step_of(checkpoint))
-        return found
+        return cls(fields["step"], fields["about"], files, tensors)
 
-    def check(self, step: int) -> None:
-        """ValueError unless this is `step`, its files lie in one folder, and its tensors lie whole within the files."""
-        if self.step != step:
-            raise ValueError(f"it says that it is step {self.step}")
-        if STATE not in self.files:
-            raise ValueError(f"it does not list {STATE}")
-        for name in self.files:
-            if name in ("", ".", "..") or any(character in name for character in "/\\\0"):
-                raise ValueError(f"it names {name!r}, which is not a file of the checkpoint's own folder")
-        for name, (dtype, shape, boxes) in self.tensors.items():
-            if dtype not in DTYPES:
-                raise ValueError(f"{name} has the unknown dtype {dtype}")
-            for file, start, _, sizes in boxes:
-                end = start + prod(sizes) * DTYPES[dtype].itemsize
-                if file not in self.files or start < 0 or end > self.files[file].size:
-                    raise ValueError(f"{name} does not lie within {file!r}")
-            if not is_tiled(shape, [box[2:] for box in boxes]):
+    def check(self) -> None:
+        """ValueError unless the files lie in the checkpoint's folder and their boxes make up the whole tensors."""
+        if outside := [name for name in self.files if "/" in name]:
+            raise ValueError(f"it names {outside[0]!r}, which is not a file of the checkpoint's own folder")
+        for name, (_, shape, boxes) in self.tensors.items():
+            if not is_tiled(shape, [box[2:] for box in boxes]) or any(box.file not in self.files for box in boxes):
                 raise ValueError(f"the parts of {name} are not the whole tensor, each element once")
 
 
@@ -124,11 +111,8 @@ def digest(content: bytes) -> str:
 def file_fault(folder: Path, name: str, expected: FileRecord) -> str | None:
     """What is wrong with a file of a checkpoint; None if it is as the manifest says."""
     try:
-        descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-        with open(descriptor, "rb", buffering=0) as file:
-            if (size := os.fstat(descriptor).st_size) != expected.size:
-                return f"{name} has {size:,} bytes where {expected.size:,} were written"
+        with open(folder / name, "rb", buffering=0) as file:
             found = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
-    return None if found == expected.hash else f"{name} is damaged: its content hashes to {found[:8]}, not as written"
+    return None if found == expected.hash else f"{name} is damaged"

@@ -26,8 +26,7 @@ from megalite.checkpoint.manifest import DTYPES, MANIFEST, Manifest, StoredBox, 
 from megalite.checkpoint.pieces import Box, Piece, overlap
 from megalite.errors.problems import Problem, UserError, refuse
 from megalite.errors.words import several
-from megalite.launch.agreement import all_ranks_or_raise, rank0_broadcast
-from megalite.launch.context import ParallelContext
+from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
 
 _SHOWN = 10  # differences named in a refusal
 
@@ -56,21 +55,19 @@ class Found:
         saved = {name: tensor for name, tensor in self.manifest.tensors.items() if not unread(name)}
         pieces = [piece for piece in pieces if not unread(piece.name)]
         here = {piece.name: (piece.tensor.dtype, [*piece.logical_shape]) for piece in pieces}
-        names = sorted(saved)  # the same on all ranks
-        asked = torch.tensor([name in here for name in names], dtype=torch.uint8)  # [tensors]
-        if self.context.control_group is not None and names:
+        there = {name: (DTYPES[tensor.dtype], [*tensor.shape]) for name, tensor in sorted(saved.items())}
+        asked = torch.tensor([name in here for name in there], dtype=torch.uint8)  # [tensors], alike on all ranks
+        if self.context.control_group is not None and there:
             dist.all_reduce(asked, op=dist.ReduceOp.MAX, group=self.context.control_group)
-        left_over = {names[at] for at in (asked == 0).nonzero().flatten().tolist()}
-        there = {name: (DTYPES[tensor.dtype], [*tensor.shape]) for name, tensor in saved.items()}
-        differences = [
+        nobodys = [name for name, count in zip(there, asked.tolist(), strict=True) if not count]
+        words = [
             f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
-            for name in sorted(here.keys() | left_over)
+            for name in (*here, *nobodys)
             if there.get(name) != here.get(name)
         ]
         remedy = "use the model, optimizer and precision of the run that wrote it, or another run_dir"
-        words = ", ".join(differences[:_SHOWN])
-        problems = [Problem(str(self.path), several(len(differences), "difference"), words, remedy)]
-        all_ranks_or_raise(self.context, partial(refuse, problems if differences else []))
+        problem = Problem(str(self.path), several(len(words), "difference"), ", ".join(words[:_SHOWN]), remedy)
+        all_ranks_or_raise(self.context, partial(refuse, [problem] if words else []))
         all_ranks_or_raise(self.context, lambda: _read_all(self.path, saved, pieces))
 
 
@@ -96,18 +93,14 @@ def newest(
     for path in [folder / step_name(at) for at in steps if step in (None, at)]:
         found = inspect(path, context)
         if isinstance(found, Found):
-            for bad, fault in damaged:
-                aside = "" if look_only else f"; kept as {rank0_broadcast(context, partial(commit.set_aside, bad))}"
-                if context.rank == 0:
-                    report(f"checkpoint {bad.name} is damaged and was passed over: {fault}{aside}")
+            for bad, fault in damaged if context.rank == 0 else []:
+                aside = "" if look_only else f"; {commit.set_aside(bad)}"
+                report(f"checkpoint {bad.name} is damaged and was passed over: {fault}{aside}")
             return found
         damaged.append((path, found))
-    if damaged:
-        remedy = "restore this folder from a copy, or set another run_dir to start from nothing"
-        rule, remedy = (
-            ("no checkpoint of this run can be read", remedy) if step is None else ("it cannot be read", others)
-        )
-        raise UserError([Problem(str(path), "damaged", f"{rule}; {fault}", remedy) for path, fault in damaged])
+    remedy = "restore this folder from a copy, or set another run_dir to start from nothing"
+    rule, remedy = ("no checkpoint of this run can be read", remedy) if step is None else ("it cannot be read", others)
+    refuse([Problem(str(path), "damaged", f"{rule}; {fault}", remedy) for path, fault in damaged])
     return None
 
 
@@ -131,15 +124,15 @@ def inspect(path: Path, context: ParallelContext, *, json_only: bool = False) ->
         return str(content, "latin-1")
     try:
         manifest, state = Manifest.parse(content, path), json.loads(rest[0])
+        manifest.check()
         if digest(rest[0]) != manifest.files[STATE].hash:
             return f"{STATE} is damaged"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{MANIFEST} or {STATE} is damaged: {error}"
     by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
     mine = [] if json_only else by_size[context.rank :: context.world_size]
-    faults = [fault for name in mine if (fault := file_fault(path, name, manifest.files[name]))]
-    everyone: list[str] = [fault for of_rank in context.gather_json(faults) for fault in of_rank]
-    return Found(path, manifest, state, context) if not everyone else "; ".join(everyone[:3])
+    faults = context.gather_json([fault for name in mine if (fault := file_fault(path, name, manifest.files[name]))])
+    return "; ".join([fault for of_rank in faults for fault in of_rank][:3]) or Found(path, manifest, state, context)
 
 
 def _read_all(folder: Path, saved: Mapping[str, StoredTensor], pieces: Sequence[Piece]) -> None:

@@ -31,19 +31,34 @@ from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from megalite.checkpoint.commit import CHECKPOINTS, committed, recover, size_in_words
+from megalite.checkpoint.commit import CHECKPOINTS, committed, recover
 from megalite.checkpoint.manifest import digest
 from megalite.checkpoint.reading import Found, inspect
-from megalite.checkpoint.resume_rules import compare
 from megalite.config.durable_files import open_to_append, sync_folder, write_atomically
 from megalite.config.own_files import LOCK, OWN, RUN, run_dir_problems
+from megalite.config.settings import leaves, yaml_value
 from megalite.config.user_files import as_record, read_bytes, read_json, read_object
-from megalite.errors.problems import Problem, UserError
-from megalite.launch.agreement import all_ranks_or_raise, rank0_broadcast
-from megalite.launch.context import ParallelContext
+from megalite.errors.problems import Problem, UserError, refuse
+from megalite.errors.words import plain
+from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
 
 TOKENIZER = "tokenizer"
 SEEN_WITHIN_S = 65.0  # an NFS client may remember for 60 s (acdirmax) that a file was not there
+
+# What may change between a run and its continuation. A change is refused if it makes the saved tensors meaningless or
+# reorders the data. The sequence length may grow, and rotary positions with it. Everything else may change on purpose.
+_LENGTH, _RAMP = "train.seq_length", "train.batch_ramp"
+_FIXED = ("seed", "data.validation_fraction", "data.weights", "optimizer.name", "optimizer.moment_dtype", "model.")
+_FREE = (  # beginnings of names; the model's leave the meaning of its parameters alone
+    *("model.name", "model.dropout", "model.attention_dropout", "model.embedding_dropout", "model.init_std"),
+    *("model.loss_chunk_tokens", "model.moe.aux_loss", "model.moe.z_loss_coeff", "model.moe.expert_bias_rate"),
+    *("model.moe.capacity_factor", "model.moe.dispatcher"),
+)
+_WITH_LENGTH = (_LENGTH, "model.rope_")  # may change where the sequence length grows
+_UNREMARKABLE = (
+    *("run_dir", "run_name", "resume", "checkpoint.init_from"),
+    *("launch.preflight", "launch.status_file", "train.max_minutes"),
+)
 
 
 class RunLock:
@@ -54,14 +69,14 @@ class RunLock:
 
         `patience_s`: several beats, so that a slow file server is not taken for a dead job.
         """
-        self.path, self.token, here, holder = path, secrets.token_hex(8), socket.gethostname(), holder_of(path)
+        self.path, self.token, holder = path, secrets.token_hex(8), holder_of(path)
         self._file = open_to_append(path)
         if self._has_live_holder(holder, patience_s):
             self._file.close()
             known = ", ".join(f"{name} {value}" for name, value in holder.items() if value and name != "token")
             remedy = "wait for that job, stop it, or set another run_dir"
             raise UserError(Problem("run_dir", str(path.parent), f"it is in use by another job: {known}", remedy))
-        facts = {"host": here, "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+        facts = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
         self._file.truncate(0)
         self._file.write(json.dumps(facts | {"job": os.environ.get("SLURM_JOB_ID"), "token": self.token}))
         self._file.flush()
@@ -77,14 +92,13 @@ class RunLock:
 
     def release(self) -> None:
         """Give the lock back, leaving an empty file: deleting it would race with the next job's opening it."""
-        if self._stop.is_set():
-            return
-        self._stop.set()
-        self._heart.join()
-        with contextlib.suppress(OSError):  # the run is over, whatever its disk says
-            if self.lost() is None:
-                self._file.truncate(0)
-            self._file.close()
+        if not self._stop.is_set():
+            self._stop.set()
+            self._heart.join()
+            with contextlib.suppress(OSError):  # the run is over, whatever its disk says
+                if self.lost() is None:
+                    self._file.truncate(0)
+                self._file.close()
 
     def _has_live_holder(self, holder: dict[str, Any], patience_s: float) -> bool:
         """Whether the kernel knows a process that has the lock, or the holder on another host is seen to beat."""
@@ -111,11 +125,10 @@ class RunLock:
 
 
 def holder_of(path: Path) -> dict[str, Any]:
-    """What the lock file says of its holder; nothing where it cannot be read, was released, or is torn."""
-    try:
+    """The holder that the lock file names; nothing where it cannot be read, was released, or is torn."""
+    with contextlib.suppress(UserError):
         return read_object(path)  # opened anew, so that NFS asks the server
-    except UserError:
-        return {}
+    return {}
 
 
 @dataclass(frozen=True)
@@ -151,7 +164,7 @@ class RunFolder:
         """Check the folder, lock it, and clear up after jobs that were killed; the run's id and its changes."""
         with _usable(self.path):
             run_id, changes = examine(self.path, resume, config, self.fingerprint)
-            names = (LOCK,) if os.path.lexists(self.path / RUN) else OWN
+            names = (LOCK,) if (self.path / RUN).exists() else OWN
             places = (*(self.path / name for name in names), self.path, *self.path.parents)
             self._new = [place for place in places if not os.path.lexists(place)]
             self.path.mkdir(parents=True, exist_ok=True)
@@ -193,7 +206,7 @@ class RunFolder:
 
     @property
     def labels(self) -> dict[str, str]:
-        """What run.json and the manifest of a checkpoint record about its origin."""
+        """The origin of a checkpoint, for run.json and the manifest."""
         return {"run_id": self.run_id, "data_fingerprint": self.fingerprint}
 
     def lost(self) -> str | None:
@@ -221,12 +234,10 @@ def examine(path: Path, resume: str, config: Mapping[str, Any], fingerprint: str
 
     The id is empty where there is nothing to continue: no run, or one that was killed before its first checkpoint.
     """
-    if problems := [*run_dir_problems(str(path), path)]:
-        raise UserError(problems)
+    refuse([*run_dir_problems(str(path), path)])
     run, checkpoints = None, [checkpoint for _, checkpoint in committed(path / CHECKPOINTS)]
-    if os.path.lexists(path / RUN):
-        remedy = "restore it from a copy, or set another run_dir"
-        run = as_record(_Identity, read_json(path / RUN, remedy), path / RUN, remedy)
+    if (path / RUN).exists():
+        run = as_record(_Identity, read_json(path / RUN), path / RUN)
     if resume == "never" and (run is not None or checkpoints):
         rule = "the folder holds a run already, and resume=never was asked for"
         raise UserError(Problem("run_dir", str(path), rule, "set another run_dir, or resume=auto to continue that run"))
@@ -240,9 +251,28 @@ def examine(path: Path, resume: str, config: Mapping[str, Any], fingerprint: str
     if run.data_fingerprint != fingerprint:
         rule = f"data or tokenizer differ from the run's (fingerprint {run.data_fingerprint})"
         problems.append(Problem("data", fingerprint, rule, "use those of the run, or another run_dir for a new run"))
-    if problems:
-        raise UserError(problems)
+    refuse(problems)
     return run.run_id, changes
+
+
+def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
+    """All refused differences, and the allowed ones in words. Settings that only one side knows are passed over."""
+    before, now = leaves(saved), leaves(current)
+    problems, changes = [], []
+    grows = before.get(_LENGTH, 0) < now.get(_LENGTH, 0)
+    if grows and now.get(_RAMP) is not None:
+        rule = f"it counts samples, of which the run has consumed fewer when {_LENGTH} grows"
+        problems.append(Problem(_RAMP, now[_RAMP], rule, f"{_RAMP}=null"))
+    changed = {name for name in before.keys() & now.keys() if before[name] != now[name]}
+    for name in sorted(changed.difference(_UNREMARKABLE)):
+        fixed = name.startswith(_FIXED) and not name.startswith(_FREE)
+        if not grows if name.startswith(_WITH_LENGTH) else fixed:
+            rule = f"the run in this folder was started with {name}={plain(before[name])}"
+            remedy = f"set {name}={yaml_value(before[name])}, or another run_dir for a new run"
+            problems.append(Problem(name, now[name], rule, remedy))
+        else:
+            changes.append(f"{name} is now {plain(now[name])}; the run was at {plain(before[name])}")
+    return problems, changes
 
 
 @contextlib.contextmanager
@@ -259,9 +289,7 @@ def require_room(folder: Path, size: int) -> None:
     """UserError if the disk of a run's checkpoints has no room for one of `size` bytes."""
     usage = shutil.disk_usage(folder if folder.exists() else folder.parent)
     if usage.free < size and usage.total:  # some network disks do not tell
-        rule = (
-            f"a checkpoint needs about {size_in_words(size)}, {size_in_words(usage.free)} are free in {folder.parent}"
-        )
+        rule = f"a checkpoint needs about {size / 2**20:,.1f} MiB, {usage.free / 2**20:,.1f} MiB are free"
         remedy = "make room, or use a folder on another disk (to continue a run there, move all of its folder)"
         raise UserError(Problem("run_dir", str(folder.parent), rule, remedy))
 
@@ -269,16 +297,14 @@ def require_room(folder: Path, size: int) -> None:
 def keep_tokenizer(run_dir: Path, files: Mapping[str, bytes], known: Mapping[str, str]) -> dict[str, str]:
     """Write the files unless they are there and as they should be; the hash of each. `known`: the hashes in the
     checkpoint from which the run continues, whose files another version of a library may have written."""
-    folder, hashes = run_dir / TOKENIZER, {name: digest(content) for name, content in files.items()}
+    hashes = {name: digest(content) for name, content in files.items()}
     with contextlib.suppress(UserError):
         check_tokenizer(run_dir, known or hashes)
         return dict(known or hashes)
     with _usable(run_dir):
-        if folder.is_symlink():
-            folder.unlink()
-        folder.mkdir(exist_ok=True)
+        (run_dir / TOKENIZER).mkdir(exist_ok=True)
         for name, content in files.items():
-            write_atomically(folder / name, content)
+            write_atomically(run_dir / TOKENIZER / name, content)
     return hashes
 
 
@@ -287,5 +313,5 @@ def check_tokenizer(run_dir: Path, known: Mapping[str, str]) -> None:
     remedy = "start the run again, which writes it anew, or copy it from the run's first place"
     for name, expected in known.items():
         path = run_dir / TOKENIZER / name
-        if digest(read_bytes(path, remedy, follow_links=False)) != expected:
+        if digest(read_bytes(path, remedy)) != expected:
             raise UserError(Problem(TOKENIZER, str(path), "is not what the run has written", remedy))

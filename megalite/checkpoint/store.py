@@ -7,7 +7,6 @@ them, so that the bytes are spread evenly. A file is streamed from the live tens
 the hash is that of the intended content and not of what a failing disk kept.
 """
 
-import contextlib
 import json
 import os
 import platform
@@ -23,12 +22,11 @@ import torch
 import xxhash
 
 from megalite.checkpoint import commit
-from megalite.checkpoint.commit import STATE, size_in_words, step_name
+from megalite.checkpoint.commit import STATE, step_name
 from megalite.checkpoint.manifest import DTYPES, MANIFEST, FileRecord, Manifest, StoredBox, StoredTensor, digest
 from megalite.checkpoint.pieces import Piece
 from megalite.config.durable_files import write_new
-from megalite.launch.agreement import StorageFailure, all_ranks_or_raise, rank0_broadcast
-from megalite.launch.context import ParallelContext
+from megalite.launch.context import ParallelContext, StorageFailure, all_ranks_or_raise, rank0_broadcast
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -68,21 +66,22 @@ def save(
     """
     begun = time.perf_counter()
     temporary: Path | None = None
-    held: list[list[Any]] = []  # (key, bytes) of the boxes of each rank, on rank 0
     versions = {"torch": torch.__version__, "python": platform.python_version()}
     about = {"layout": asdict(context.layout), "versions": versions, **(labels or {})}
     try:
         temporary = place = Path(rank0_broadcast(context, lambda: str(commit.begin(folder, step)), patient=True))
         held = context.gather_json([(piece.key, piece.tensor.nbytes) for piece in pieces], to_first=True)
         mine = [pieces[at] for at in rank0_broadcast(context, lambda: plan_writes(held))[context.rank]]
-        path = place / _data_file(context.rank)
-        written = all_ranks_or_raise(context, lambda: [*write_file(path, mine)] if mine else [], patient=True)
+        path = place / f"rank-{context.rank:05d}.safetensors"
+        written = all_ranks_or_raise(context, lambda: write_file(path, mine) if mine else [], patient=True)
         records = context.gather_json(written, to_first=True)
         size = rank0_broadcast(context, lambda: _commit(place, step, about, records, state, lost), patient=True)
     except StorageFailure as failure:
-        needed, reason = sum(dict(chain(*held)).values()), str(failure)
-        words = rank0_broadcast(context, lambda: _give_up(folder, step, temporary, needed, reason), patient=True)
-        raise CheckpointError(words) from failure
+        if temporary is not None and context.rank == 0:
+            shutil.rmtree(temporary, ignore_errors=True)  # `recover` gets the rest
+        context.barrier(patient=True)
+        message = f"the checkpoint of step {step} was not saved: {failure}; earlier checkpoints stay."
+        raise CheckpointError(message) from failure
     rank0_broadcast(context, lambda: commit.retire(folder, step, keep, good_before=good_before), patient=True)
     seconds = time.perf_counter() - begun
     return Saved(folder / step_name(step), seconds, size, stall_s=seconds)
@@ -102,18 +101,14 @@ def plan_writes(held: Sequence[Sequence[tuple[str, int]]]) -> list[list[int]]:
     return [[at for at, (key, _) in enumerate(boxes) if writer[key] == rank] for rank, boxes in enumerate(held)]
 
 
-def _data_file(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
-
-
-def write_file(path: Path, pieces: Sequence[Piece]) -> tuple[FileRecord, list[list[Any]]]:
-    """Write the pieces into a new safetensors file that is on disk when the call returns; the file's record, and of
-    each piece: name, dtype, logical shape and the fields of its StoredBox."""
+def write_file(path: Path, pieces: Sequence[Piece]) -> list[Any]:
+    """Write the pieces into a new safetensors file that is on disk when the call returns; the file's name and record,
+    and a list for each piece: name, dtype, logical shape and the fields of its StoredBox."""
     pieces = sorted(pieces, key=lambda piece: -piece.tensor.itemsize)  # wide elements first, which aligns all of them
+    dtypes = [_DTYPE_NAMES[piece.tensor.dtype] for piece in pieces]
     ends = [0, *accumulate(piece.tensor.nbytes for piece in pieces)]
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for piece, span in zip(pieces, pairwise(ends), strict=True):
-        dtype = _DTYPE_NAMES[piece.tensor.dtype]
+    for piece, dtype, span in zip(pieces, dtypes, pairwise(ends), strict=True):
         entries[piece.key] = {"dtype": dtype, "shape": piece.tensor.shape, "data_offsets": span}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -125,11 +120,11 @@ def write_file(path: Path, pieces: Sequence[Piece]) -> tuple[FileRecord, list[li
         file.flush()
         os.fsync(file.fileno())
         record = FileRecord(file.tell(), hashed.hexdigest())
-    boxes = []
-    for piece, end in zip(pieces, ends, strict=False):
-        box = StoredBox(path.name, len(header) + end, piece.offsets, tuple(piece.tensor.shape))
-        boxes.append([piece.name, _DTYPE_NAMES[piece.tensor.dtype], piece.logical_shape, *box])
-    return record, boxes
+    boxes = [
+        [piece.name, dtype, piece.logical_shape, path.name, len(header) + start, piece.offsets, piece.tensor.shape]
+        for piece, dtype, start in zip(pieces, dtypes, ends, strict=False)
+    ]
+    return [path.name, record, boxes]
 
 
 def _content(piece: Piece) -> memoryview:
@@ -145,31 +140,22 @@ def _commit(
     state: Mapping[str, Any],
     lost: Callable[[], str | None],
 ) -> int:
-    """Write state.json and the manifest, and commit; the bytes of the checkpoint. `records`: what `write_file` gave."""
+    """Write state.json and the manifest, and commit; the bytes of the checkpoint. `records`: a name and the result of
+    `write_file` from each rank that has written."""
     content = (json.dumps(state, indent=1) + "\n").encode()
     write_new(temporary / STATE, content)
-    files = {_data_file(rank): FileRecord(*written[0]) for rank, written in enumerate(records) if written}
+    written = [record for record in records if record]
+    files = {name: FileRecord(*record) for name, record, _ in written}
     files[STATE] = FileRecord(len(content), digest(content))
     tensors: dict[str, StoredTensor] = {}
-    for name, dtype, shape, *box in chain.from_iterable(written[1] for written in records if written):
+    for name, dtype, shape, *box in chain.from_iterable(boxes for _, _, boxes in written):
         stored = tensors.setdefault(name, StoredTensor(dtype, shape, []))
         assert stored[:2] == (dtype, shape), f"boxes of {name} differ in dtype or logical shape"
         stored.boxes.append(StoredBox(*box))
     manifest = Manifest(step, about, files, tensors)
-    manifest.check(step)  # a state with a gap is a bug of ours, found before the commit
+    manifest.check()  # a state with a gap is a bug of ours, found before the commit
     write_new(temporary / MANIFEST, manifest.render())
     if why := lost():
         raise OSError(why)
     commit.publish(temporary, step)
     return sum(record.size for record in files.values())
-
-
-def _give_up(folder: Path, step: int, temporary: Path | None, needed: int, reason: str) -> str:
-    """Delete what was written; the line that people read."""
-    if temporary is not None:
-        shutil.rmtree(temporary, ignore_errors=True)  # `recover` gets the rest
-    free = 0
-    with contextlib.suppress(OSError):
-        free = shutil.disk_usage(folder).free
-    room = f"it needs {size_in_words(needed)}, {size_in_words(free)} are free in {folder}"
-    return f"the checkpoint of step {step} was not saved: {reason} ({room}); earlier checkpoints stay."

@@ -12,7 +12,7 @@ from megalite.config.schedule_rules import SCHEDULE_TRAITS, ScheduleRequest, sch
 from megalite.config.schema import Config
 from megalite.config.step_plan import ramp_flaw, ramp_sizes
 from megalite.errors.problems import refuse
-from megalite.layout.ranks import EXPERT_NAME, ParallelLayout, pipeline_strides
+from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, EXPERT_NAME, ParallelLayout, strides_of
 from megalite.layout.stages import stage_counts
 
 BLOCK = 16  # tokens: the shortest piece of a ring's sequence that fills the rows of a matrix unit
@@ -51,7 +51,7 @@ def pipelines_agree(case: Case) -> Iterator[Found]:
     virtual = "virtual stages divide the stages of a pipeline, and {1} has none"
     yield axes.vpp > 1 and axes.pp == 1, "vpp pp", virtual
     if axes.pp > 1 and case.has_experts and fills and not any(row[0] for row in order_places_the_axes(case)):
-        dense, expert = pipeline_strides(axes.order, case.sizes)
+        dense, expert = (strides_of(axes.order, case.sizes, known)["pp"] for known in (DENSE_AXES, EXPERT_AXES))
         rule = f"neighbouring stages are {dense} ranks apart for dense layers, {expert} for experts"
         yield dense != expert, "order", rule
 

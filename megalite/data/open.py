@@ -13,19 +13,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import xxhash
 
 from megalite.config.durable_files import write_atomically
 from megalite.config.schema import Config, DataConfig
 from megalite.config.user_files import read_object
-from megalite.data.blend import integer_weights
-from megalite.data.permutation import IntArray
-from megalite.data.samples import Part, SampleSource
-from megalite.data.token_bytes import bytes_of_ids
-from megalite.data.token_file import HASH_WHOLE, TokenFile, largest_id, with_suffix
-from megalite.data.tokenizer_folder import load_tokenizer
-from megalite.data.tokenizers import TextTokenizer
-from megalite.errors.problems import Problem, UserError, collect_all
+from megalite.data.samples import IntArray, Part, SampleSource, integer_weights
+from megalite.data.token_file import HASH_WHOLE, TokenFile, with_suffix
+from megalite.data.tokenizers import TextTokenizer, load_tokenizer
+from megalite.errors.problems import Problem, UserError, collect_all, refuse
 from megalite.errors.words import several
 from megalite.launch.host import allow_open_files
 
@@ -40,7 +37,6 @@ class TokenFiles:
     """The token files of a run, before they are opened."""
 
     prefixes: Sequence[Path]
-    unread: Sequence[str] = ()  # a line for each place where files lie beside the text that were not read
     tokenizer: TextTokenizer | None = None  # the one that `tokenizer=` names, for data=tokens
 
 
@@ -58,7 +54,7 @@ class OpenedData:
     @cached_property
     def bytes_of_ids(self) -> IntArray | None:
         """Bytes of text that each id stands for, [vocab_size]; None without a tokenizer."""
-        return None if self.tokenizer is None else bytes_of_ids(self.tokenizer, self.vocab_size)
+        return None if self.tokenizer is None else self.tokenizer.bytes_of_ids(self.vocab_size)
 
 
 def open_data(config: Config, found: TokenFiles) -> OpenedData:
@@ -75,18 +71,15 @@ def open_data(config: Config, found: TokenFiles) -> OpenedData:
         raise UserError(Problem("data.mask_end_of_document", True, rule, "false, or another tokenizer"))
     train, validation = _split(config, files)
     documents, tokens = sum(file.documents for file in files), sum(len(file.tokens) for file in files)
-    counts = (
-        f"{several(documents, 'document')}, {several(tokens, 'token')}{f' in {len(files)} parts' if files[1:] else ''}"
-    )
-    remarks = dict.fromkeys(remark for file in files for remark in file.facts.remarks)
-    told = [f"{config.data.source}: {counts}", *([tokenizer.name] if tokenizer else []), *remarks, *found.unread]
+    parts = f" in {len(files)} parts" if len(files) > 1 else ""
+    counts = f"{config.data.source}: {several(documents, 'document')}, {several(tokens, 'token')}{parts}"
     return OpenedData(
         train=SampleSource(train, weights, seq_length, vocab_size, config.seed, end),
         validation=SampleSource(validation, weights, seq_length, vocab_size, None, end) if validation else None,
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         fingerprint=digest(FORMAT, [file.identity() for file in files], fraction, weights),
-        description="; ".join(told),
+        description="; ".join([counts, *([tokenizer.name] if tokenizer else [])]),
     )
 
 
@@ -96,11 +89,11 @@ def note_changed_files(files: Sequence[TokenFile], run_dir: Path, report: Callab
     The fingerprint holds 64 blocks of a large file. More of it is read by `prepare --verify` alone.
     """
     large = [with_suffix(file.prefix, ".bin") for file in files if file.tokens.nbytes > HASH_WHOLE]
-    now, was = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in large}, dict[str, Any]()
+    now, before = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in large}, dict[str, Any]()
     with suppress(UserError):  # there is none, or it is damaged
-        was = read_object(run_dir / RECORD)
-    for path in now.keys() & was.keys():
-        if was[path] != now[path]:
+        before = read_object(run_dir / RECORD)
+    for path, state in now.items():
+        if before.get(path, state) != state:
             scan = f"python -m megalite prepare --verify data=tokens data.path={path.removesuffix('.bin')}"
             report(f"{path} has another time than at the last start; samples of it are the same ({scan} reads all)")
     if now:
@@ -122,27 +115,23 @@ def check_vocabulary(config: Config, needed: int) -> None:
     """Refuse a model that lacks some of the tokenizer's tokens."""
     wanted = config.model.vocab_size
     if wanted is not None and wanted < needed:
-        remedy = f"null, at least {needed}, or a tokenizer with fewer tokens (with checkpoint.init_from: its own)"
-        raise UserError(Problem("model.vocab_size", wanted, f"the tokenizer has {needed:,} tokens", remedy))
+        hint = f"null, at least {needed}, or a tokenizer with fewer tokens (with checkpoint.init_from: its own)"
+        raise UserError(Problem("model.vocab_size", wanted, f"the tokenizer has {needed:,} tokens", hint))
 
 
 def _tokenizer(config: Config, files: list[TokenFile], given: TextTokenizer | None) -> TextTokenizer | None:
     """The tokenizer that made the token files, which must be one."""
-    found, made_by = given, {}  # the identity of the tokenizer of each file of which it is known
-    for file in files:
-        folder = with_suffix(file.prefix, ".tokenizer")
-        saved = load_tokenizer(folder) if folder.is_dir() else None
-        found = found or saved
-        if identity := saved.identity if saved else file.facts.tokenizer:
-            made_by[file.prefix.name] = identity
-    if len(set(made_by.values())) > 1:
-        rule = f"the parts were made with different tokenizers: {', '.join(made_by)}"
+    folders = [with_suffix(file.prefix, ".tokenizer") for file in files]
+    saved = [load_tokenizer(folder) if folder.is_dir() else None for folder in folders]
+    identities = [it.identity if it else file.facts.tokenizer for it, file in zip(saved, files, strict=True)]
+    if len({*identities} - {None}) > 1:
+        rule = f"the parts were made with different tokenizers: {', '.join(file.prefix.name for file in files)}"
         raise UserError(Problem("data.path", config.data.path, rule, "prepare all parts with one tokenizer"))
-    if given and made_by and given.identity not in made_by.values():
-        rule = f"is another tokenizer than the one that made {next(iter(made_by))}"
-        remedy = f"tokenizer={files[0].prefix}.tokenizer, or prepare the data again with this one"
-        raise UserError(Problem("tokenizer", config.tokenizer, rule, remedy))
-    return found
+    if given and any(identity not in (None, given.identity) for identity in identities):
+        rule = f"is another tokenizer than the one that made {files[0].prefix.name}"
+        hint = f"tokenizer={folders[0]}, or prepare the data again with this one"
+        raise UserError(Problem("tokenizer", config.tokenizer, rule, hint))
+    return given or next(filter(None, saved), None)
 
 
 def _vocab_size(config: Config, files: list[TokenFile], tokenizer: TextTokenizer | None) -> int:
@@ -152,20 +141,19 @@ def _vocab_size(config: Config, files: list[TokenFile], tokenizer: TextTokenizer
     size = config.model.vocab_size or needed
     if not size:
         rule = "token files without a tokenizer do not say how many tokens there are"
-        remedy = "set it to the vocabulary size of the tokenizer that made them, or give tokenizer=FOLDER"
-        raise UserError(Problem("model.vocab_size", None, rule, remedy))
+        hint = "set it to the vocabulary size of the tokenizer that made them, or give tokenizer=FOLDER"
+        raise UserError(Problem("model.vocab_size", None, rule, hint))
     check_vocabulary(config, needed)
-    problems = []
-    for file in files:
-        largest = largest_id(file.tokens.dtype)
-        if largest < needed - 1:  # larger ones would have been cut when written
-            rule = f"holds {file.tokens.dtype} ids, up to {largest:,}; the tokenizer has {needed:,} tokens"
-            remedy = "give the tokenizer that made it, or prepare the data again with this one"
-            problems.append(Problem("data.path", str(with_suffix(file.prefix, ".bin")), rule, remedy))
-        elif (at := file.stranger(size)) is not None:
-            problems.append(file.beyond_vocabulary(at, size))
-    if problems:
-        raise UserError(problems)
+
+    def check_ids(file: TokenFile) -> None:
+        dtype = file.tokens.dtype
+        if np.iinfo(dtype).max < needed - 1:  # larger ids would have been cut when written
+            rule = f"holds {dtype} ids, up to {np.iinfo(dtype).max:,}; the tokenizer has {needed:,} tokens"
+            hint = "give the tokenizer that made it, or prepare the data again with this one"
+            raise UserError(Problem("data.path", str(with_suffix(file.prefix, ".bin")), rule, hint))
+        file.check_ids(size)
+
+    collect_all(check_ids, files)
     return size
 
 
@@ -181,15 +169,14 @@ def _split(config: Config, files: list[TokenFile]) -> tuple[list[Part], list[Par
         border = int(total * (1 - fraction))  # nanoGPT's rounding
         train.append(Part(file, 0, border))
         validation.append(Part(file, border, total))
-        held, kind = (border, "training") if border < need or not evaluated else (total - border, "validation")
-        if held < need:
-            rule = f"{held:,} {kind} tokens (of {total:,}) of {name} are less than one sample of {need:,}"
-            enough = total >= (2 * need if evaluated else need)  # for a share of a half, or of nothing
-            longest = min(border, total - border if evaluated else border) - 1
-            way = f"train.seq_length={longest} or less, or more text" if longest > 0 else "more text"
-            setting, value = ("data.validation_fraction", fraction) if enough else ("data.path", name)
-            remedy = f"{setting}={0.5 if evaluated else 0.0}, or more text" if enough else way
-            problems.append(Problem(setting, value, f"{rule} (train.seq_length + 1)", remedy))
-    if problems:
-        raise UserError(problems)
+        least = min(border, total - border) if evaluated else border
+        if least < need:
+            kind, share = "training" if least == border else "validation", 0.5 if evaluated else 0.0
+            rule = f"{least:,} {kind} tokens (of {total:,}) of {name} are less than one sample of {need:,}"
+            ways = [f"train.seq_length={least - 1} or less"] if least > 2 else []
+            blamed: tuple[str, Any] = "data.path", name
+            if total * (1 - share) >= need:
+                blamed, ways = ("data.validation_fraction", fraction), [f"data.validation_fraction={share}", *ways]
+            problems.append(Problem(*blamed, rule, ", or ".join([*ways, "more text"])))
+    refuse(problems)
     return train, validation if evaluated else []

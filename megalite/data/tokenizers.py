@@ -1,17 +1,22 @@
 """Turns text into token ids and back, always by a `tokenizers` model, so that transformers loads what we save.
 
 The end-of-document token ends every document and never arises from its text, and no other special token does:
-`<|endoftext|>` spelled out in a text is text. So texts are encoded by a tokenizer whose special tokens no text can
-spell (`text_only`); what it cannot say is refused.
+`<|endoftext|>` spelled out in a text is text, and a text for which a tokenizer has no other ids is refused.
 
 `byte` and `char` are such models, too; because they are plain tables, an array look-up gives the same ids, in a 14th
 and a 60th of the time.
+
+For folders, AutoTokenizer is the specification. It reads all files: tokenizer.json and the tokens that other files add,
+or older files (vocab.json and merges.txt, SentencePiece). A folder that `TextTokenizer.save` has written says the same
+by tokenizer.json alone, and is read without transformers. No code from a folder is run.
 """
 
 import json
+import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +26,19 @@ import xxhash
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megalite.config.durable_files import write_atomically
+from megalite.config.user_files import read_object, read_text, refusing
 from megalite.data.cuts import Cut, at_line_end, nowhere, where_encodings_agree
-from megalite.data.permutation import IntArray
-from megalite.data.tokenizer_spec import byte_letters, drops_symbols, mentions, text_only, unknown_of
+from megalite.data.samples import IntArray
 from megalite.errors.problems import Problem, UserError
 
 END = "<|endoftext|>"
 KEPT_SETTINGS = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "clean_up_tokenization_spaces")
-ANOTHER = "tokenizer=byte, bpe, or one for this text"
-LONG_WORD, LONG_WORDS = 512, 1 << 17  # characters of a word, and of all long words together: the trainer's time
-# A part of a word as byte-level BPE sees it: letters, digits, signs or blanks alone.
-ALIKE = re.compile(r"[^\W\d_]+|\d+|\s+|[^\w\s]+|_+")
+NO_TOKEN = "no token for a symbol"  # no member of any vocabulary
+BYTE = re.compile("<0x[0-9A-F]{2}>")  # SentencePiece's token for a byte that no other token covers
+AGAIN = "copy the tokenizer again, or give a folder with tokenizer.json that AutoTokenizer.from_pretrained loads"
+SPECIAL, SETTINGS, ADDED = "special_tokens_map.json", "tokenizer_config.json", "added_tokens.json"
+MODEL = ("generation_config.json", "config.json")
+LONG_WORD = re.compile(r"([^\W\d_]{4096})")  # letters: the trainer's time grows with the square of a word's length
 
 
 class TextTokenizer:
@@ -49,18 +56,18 @@ class TextTokenizer:
         self._names = {number: text for text, number in vocabulary.items()}  # the library tells normalized ones
         self.vocab_size: int = max(self._names) + 1
         self._spec: dict[str, Any] = json.loads(backend.to_str())
-        self._table = _symbol_table(self._spec, self.end_of_document)
-        special = {token["content"] for token in self._spec["added_tokens"] if token["special"]}
-        named = special | {token_text(settings.get(name)) for name in KEPT_SETTINGS[:4]}
-        self._hidden = {text for text in named if text in vocabulary and len(text) > 1}  # some pad with `!`
+        table = _symbol_table(backend)
+        self._table = None if table is None or self.end_of_document in range(len(table) or 256) else table
+        model = self._spec["model"]
+        unknown = model.get("unk_id", vocabulary.get(model.get("unk_token")))
+        special = (token for token in self._spec["added_tokens"] if token["special"] and len(token["content"]) > 1)
+        self._refused = np.zeros(self.vocab_size, dtype=bool)  # ids that no text may give
+        self._refused[[token["id"] for token in special if token["id"] != unknown]] = True
         if self.end_of_document is not None:
-            self._hidden.add(self._names[self.end_of_document])
-        self._refused = np.zeros(self.vocab_size + 1, dtype=bool)  # ids that no text may give
-        self._refused[[vocabulary[text] for text in self._hidden]] = True
-        self._refused[self.vocab_size] = True  # of a symbol that would be dropped
-        unknown = vocabulary.get(unknown_of(self._spec["model"]) or "")
-        if unknown is not None and unknown != self.end_of_document:
-            self._refused[unknown] = False
+            self._refused[self.end_of_document] = True
+        complete = self._byte_level and vocabulary.keys() >= set(byte_letters())
+        if model["type"] == "BPE" and model["unk_token"] is None and not complete:
+            backend.model.unk_token = NO_TOKEN  # an error, where the library would pass over a symbol without a word
 
     @cached_property
     def identity(self) -> str:
@@ -68,9 +75,9 @@ class TextTokenizer:
         return xxhash.xxh3_128_hexdigest(json.dumps([self._spec, self.end_of_document], sort_keys=True).encode())
 
     @property
-    def byte_level(self) -> bool:
+    def _byte_level(self) -> bool:
         """Whether its tokens are written in `byte_letters`."""
-        return mentions(self._spec, "ByteLevel", "normalizer", "pre_tokenizer", "decoder")
+        return any(self._mentions("ByteLevel", part) for part in ("normalizer", "pre_tokenizer", "decoder"))
 
     @property
     def name(self) -> str:
@@ -80,74 +87,54 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, nothing added."""
-        return [int(token) for token in self.encode_many([text])[0]]
+        ids: list[int] = self.encode_many([text])[0].tolist()
+        return ids
 
     def encode_many(self, texts: Sequence[str], before: Sequence[str] = ()) -> list[IntArray]:
         """The ids of each text, nothing added; several texts on several threads.
 
         `before`: for each text the end of what stands before it in its document. UserError for what the tokenizer
-        cannot say.
+        cannot encode.
         """
         if self._table is not None:
-            return [_look_up(self._table, text) for text in texts]
+            return [self._look_up(self._table, text) for text in texts]
         if not any(before):
             return self._encoded(texts)
         whole = self._encoded([*map("".join, zip(before, texts, strict=True)), *before])
         parts = []
         for ids, head in zip(whole[: len(texts)], whole[len(texts) :], strict=True):
             if not np.array_equal(ids[: len(head)], head):
-                rule, remedy = "encodes a part of a long document otherwise than the whole", "cut the document in two"
-                raise UserError(Problem("tokenizer", self.name, rule, remedy))
+                raise self._refusal("encodes a part of a long document otherwise than the whole")
             parts.append(ids[len(head) :])
         return parts
 
     def _encoded(self, texts: Sequence[str]) -> list[IntArray]:
         try:
-            encodings = self._encoder.encode_batch_fast(list(texts), add_special_tokens=False)
+            encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception: a symbol that it has no token for
-            raise UserError(Problem("tokenizer", self.name, f"cannot encode the text ({error})", ANOTHER)) from error
+            raise self._refusal(f"cannot encode the text ({error})") from error
         found = [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
-        for text, ids in zip(texts, found, strict=True):
-            if self._refused[ids].any():
-                raise UserError(self._unsayable(text))
+        for ids in found:
+            for token in ids[self._refused[ids]][:1]:
+                raise self._refusal(f"has only the special token {self._names[int(token)]!r} for a part of the text")
         return found
 
-    @cached_property
-    def _encoder(self) -> Tokenizer:
-        """The same tokenizer, whose special tokens no text can spell: by its own flag, if they are added to the model's
-        own tokens and special, and it drops no symbol."""
-        added = {token["content"] for token in self._spec["added_tokens"] if token["special"]}
-        added -= self.backend.get_vocab(with_added_tokens=False).keys()
-        if added >= self._hidden and not drops_symbols(self._spec):
-            return self.backend
-        backend = Tokenizer.from_str(json.dumps(text_only(self._spec, self._hidden)))
-        backend.encode_special_tokens = True
-        return backend
+    def _look_up(self, table: npt.NDArray[np.uint32], text: str) -> IntArray:
+        """The ids that the model of `table` gives for `text`."""
+        if not len(table):
+            return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
+        points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        ids = np.searchsorted(table, points)
+        for at in np.flatnonzero(table[np.minimum(ids, len(table) - 1)] != points)[:1]:
+            raise self._refusal(f"has no token for {text[at]!r} (character {at:,})")
+        return ids.astype(np.int64)
 
-    def _unsayable(self, text: str) -> Problem:
-        """The first place of `text` for which this tokenizer has no token."""
-        encoding = self._encoder.encode(text, add_special_tokens=False)
-        at = int(np.flatnonzero(self._refused[encoding.ids])[0])
-        (start, stop), token = encoding.offsets[at], encoding.ids[at]
-        told = "no token" if token == self.vocab_size else f"only the special token {self._names[token]!r}"
-        rule = f"has {told} for {text[start:stop]!r:.40} (character {start:,})"
-        return Problem("tokenizer", self.name, rule, ANOTHER)
+    def _refusal(self, rule: str) -> UserError:
+        return UserError(Problem("tokenizer", self.name, rule, "tokenizer=byte, bpe, or one for this text"))
 
-    def remarks(self, page: str) -> list[str]:
-        """Sentences on how the tokenizer differs from what one might expect, as a page of the text shows."""
-        try:
-            again = self.decode(self.encode(page))
-        except UserError:  # whoever encodes all of the text says where
-            return []
-        told = []
-        if again != page:
-            at = next((at for at in range(len(page)) if page[at : at + 1] != again[at : at + 1]), len(page))
-            was, now = (repr(it[max(0, at - 10) : at + 20]) for it in (page, again))
-            told.append(f"decoding its tokens does not give back the text (character {at:,}): {was} becomes {now}")
-        if self._hidden:
-            names = ", ".join(sorted(self._hidden)[:3])
-            told.append(f"special tokens spelled out in the text are text; to AutoTokenizer they are tokens: {names}")
-        return told
+    def _mentions(self, kind: str, part: str) -> bool:
+        """Whether a part of the tokenizer (its pre-tokenizer, say) is or holds a step of this kind."""
+        return f'"{kind}"' in json.dumps(self._spec[part])
 
     @property
     def cut(self) -> Cut:
@@ -162,12 +149,38 @@ class TextTokenizer:
         scored = self._spec["model"]["type"] == "Unigram"
         if scored and (words["type"] is None or len(self.backend.pre_tokenizer.pre_tokenize_str("a b")) < 2):
             return nowhere
-        far = any(mentions(self._spec, kind, "pre_tokenizer") for kind in ("Split", "FixedLength"))
+        far = any(self._mentions(kind, "pre_tokenizer") for kind in ("Split", "FixedLength"))
         return where_encodings_agree(self._encoded, self.backend.pre_tokenizer.pre_tokenize_str if far else None)
 
     def decode(self, tokens: Iterable[int], skip_special_tokens: bool = False) -> str:
         """The text of `tokens`; bytes that are no UTF-8 (a character cut in two) become U+FFFD."""
         return str(self.backend.decode(list(tokens), skip_special_tokens=skip_special_tokens))
+
+    def bytes_of_ids(self, vocab_size: int) -> IntArray:
+        """Bytes of UTF-8 that each id stands for, [vocab_size]; 0 for special tokens and ids beyond the tokenizer's.
+
+        Exact for byte, char and every byte-level BPE. Elsewhere it is the text that the tokenizer decodes an id to
+        inside a sentence: what a normalizer drops does not count, and SentencePiece's space before a document does.
+        """
+        vocabulary = self.backend.get_vocab(with_added_tokens=False)
+        if self._byte_level:
+            letters = set(byte_letters())
+            found = {i: len(text if letters.issuperset(text) else text.encode()) for text, i in vocabulary.items()}
+        else:  # decoded between two other tokens, as the first and the last of a text may lose a space
+            tokens = sorted(vocabulary.values())
+            other = next((it for it in tokens if str(self.backend.id_to_token(it)).isalpha()), tokens[0])
+            texts = self.backend.decode_batch([[other, other], *([other, token, other] for token in tokens)])
+            without, *sizes = (len(text.encode()) for text in texts)
+            found = {token: max(0, size - without) for token, size in zip(tokens, sizes, strict=True)}
+            if self._mentions("ByteFallback", "decoder"):
+                found |= {token: 1 for text, token in vocabulary.items() if BYTE.fullmatch(text)}
+        for token, added in self.backend.get_added_tokens_decoder().items():
+            found[token] = 0 if added.special else len(added.content.encode())
+        if self.end_of_document is not None:
+            found[self.end_of_document] = 0
+        sizes_of_ids = np.zeros(vocab_size, dtype=np.int64)
+        sizes_of_ids[list(found)] = list(found.values())
+        return sizes_of_ids
 
     def files(self, context_length: int | None = None) -> dict[str, bytes]:
         """tokenizer.json and tokenizer_config.json by name, which AutoTokenizer reads in transformers 4.57 as in 5.
@@ -185,16 +198,13 @@ class TextTokenizer:
             settings["bos_token"] = settings["eos_token"] = self._names[self.end_of_document]
         return {"tokenizer.json": spec.encode(), "tokenizer_config.json": written(settings).encode()}
 
-    def unwritten(self, folder: Path) -> dict[Path, bytes]:
-        """The files that the folder lacks, or holds with another content."""
-        files = {folder / name: content for name, content in self.files().items()}
-        return {path: it for path, it in files.items() if not path.is_file() or path.read_bytes() != it}
-
     def save(self, folder: Path) -> None:
-        """Write these files."""
+        """Write these files, where they are not there already."""
         folder.mkdir(parents=True, exist_ok=True)
-        for path, content in self.unwritten(folder).items():
-            write_atomically(path, content)
+        for name, content in self.files().items():
+            path = folder / name
+            if not path.is_file() or path.read_bytes() != content:
+                write_atomically(path, content)
 
 
 def written(settings: dict[str, Any]) -> str:
@@ -205,6 +215,12 @@ def written(settings: dict[str, Any]) -> str:
 def token_text(token: Any) -> Any:
     """A special token as transformers stores it: a text, or a record with its content."""
     return token.get("content", token) if isinstance(token, dict) else token
+
+
+def byte_letters() -> list[str]:
+    """The visible letter that byte-level BPE writes for each byte (GPT-2's table): itself, or one from 256 on."""
+    alphabet, hidden = set(pre_tokenizers.ByteLevel.alphabet()), count(256)
+    return [chr(byte) if chr(byte) in alphabet else chr(next(hidden)) for byte in range(256)]
 
 
 def byte_tokenizer() -> TextTokenizer:
@@ -218,8 +234,8 @@ def char_tokenizer(texts: Iterable[str]) -> TextTokenizer:
     for text in texts:
         symbols.update(text)
     if not symbols:
-        rule, remedy = "there is no symbol in the text: all documents are empty", "give text; check data.text_column"
-        raise UserError(Problem("tokenizer", "char", rule, remedy))
+        rule, hint = "there is no symbol in the text: all documents are empty", "give text; check data.text_column"
+        raise UserError(Problem("tokenizer", "char", rule, hint))
     return TextTokenizer(_char_backend(sorted(symbols)), {})
 
 
@@ -232,23 +248,72 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
-    backend.train_from_iterator(_short_words(texts), trainer)
+    backend.train_from_iterator((LONG_WORD.sub(r"\1\n", text) for text in texts), trainer)
     return TextTokenizer(backend, {"eos_token": END})
 
 
-def _short_words(texts: Iterable[str]) -> Iterator[str]:
-    """The texts, with words of more than LONG_WORD characters in parts once there were LONG_WORDS characters of such
-    words: the trainer's time grows with the square of a word's length."""
-    room = LONG_WORDS
-    for text in texts:
-        start = 0
-        for at in range(0, len(text), LONG_WORD):
-            if ALIKE.fullmatch(text, at, at + LONG_WORD):
-                room -= LONG_WORD
-                if room < 0:
-                    yield text[start:at]
-                    start = at
-        yield text[start:]
+def load_tokenizer(folder: Path) -> TextTokenizer:
+    """The tokenizer in a folder of transformers' files. UserError for one that is damaged, or that nothing can be
+    trained with: no vocabulary, an end of document that is no token."""
+    names = (SPECIAL, SETTINGS, ADDED, *MODEL)
+    files = {name: read_object(folder / name, AGAIN) for name in names if os.path.lexists(folder / name)}
+    settings = files.get(SPECIAL, {}) | files.get(SETTINGS, {})
+    with refusing(folder, AGAIN):
+        plain: Tokenizer | None = None  # what tokenizer.json says by itself
+        if os.path.lexists(folder / "tokenizer.json"):
+            content = read_text(folder / "tokenizer.json", AGAIN)
+            try:
+                plain = Tokenizer.from_str(content)
+            except Exception as error:
+                raise ValueError(f"tokenizer.json cannot be read ({first_line(error)})") from error
+        saved_here = plain and [*files] == [SETTINGS] and read_text(folder / SETTINGS, AGAIN) == written(settings)
+        backend = plain if plain and saved_here else _specified(folder, plain)
+        if not backend.get_vocab(with_added_tokens=False):
+            raise ValueError("its vocabulary is empty")
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        eos, end, known = token_text(settings.get("eos_token")), None, list[Any](vocabulary)
+        if eos is None:  # the model's files may know it
+            ends = [files[name].get("eos_token_id") for name in MODEL if name in files]
+            eos = next((each for each in ends if each not in (None, [])), None)
+            eos = end = eos[0] if isinstance(eos, list) else eos
+            known = list[Any](vocabulary.values())
+        if eos is not None and eos not in known:
+            raise ValueError(f"its end of document, {eos!r:.60}, is none of its tokens")
+    return TextTokenizer(backend, {key: settings[key] for key in KEPT_SETTINGS if settings.get(key) is not None}, end)
+
+
+def _specified(folder: Path, plain: Tokenizer | None) -> Tokenizer:
+    """The tokenizer that AutoTokenizer makes of a folder; `plain`, if it has the same effect, or if there is none."""
+    try:
+        from transformers import AutoTokenizer, logging
+
+        logging.set_verbosity_error()
+        theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        backend: Tokenizer = theirs.backend_tokenizer
+    except Exception as error:  # the library raises whatever it likes
+        if plain is not None:
+            return plain
+        raise ValueError(f"holds no tokenizer.json that transformers can load ({first_line(error)})") from error
+    return plain if plain is not None and _effect(plain) == _effect(backend) else backend
+
+
+def _effect(backend: Tokenizer) -> Any:
+    """Everything on which the ids of a text depend, special tokens being text. Fields left empty and the places of
+    tokens in the text are no part of it."""
+
+    def said(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return [*map(said, part)] if isinstance(part, list) and part and isinstance(part[0], dict) else part
+        return {name: said(it) for name, it in part.items() if it not in (None, "") and name != "trim_offsets"}
+
+    spec, known = json.loads(backend.to_str()), backend.get_vocab(with_added_tokens=False)
+    added = [token for token in spec["added_tokens"] if not token["special"] or token["content"] not in known]
+    return [said(spec[part]) for part in ("normalizer", "pre_tokenizer", "decoder", "model")], added
+
+
+def first_line(error: BaseException) -> str:
+    """The message of a library, without its advice."""
+    return next(iter(str(error).splitlines()), "")
 
 
 def _byte_backend() -> Tokenizer:
@@ -267,26 +332,10 @@ def _char_backend(symbols: Sequence[str]) -> Tokenizer:
     return backend
 
 
-def _symbol_table(spec: dict[str, Any], end: int | None) -> npt.NDArray[np.uint32] | None:
+def _symbol_table(backend: Tokenizer) -> npt.NDArray[np.uint32] | None:
     """Code points [vocab] in the order of their ids, if the tokenizer is `char`; an empty table for `byte`; or None."""
-    vocabulary = spec["model"].get("vocab")
-    if not isinstance(vocabulary, dict) or (end is not None and end < len(vocabulary)):
-        return None
-    symbols = sorted(vocabulary) if spec["model"]["type"] == "WordLevel" else []
-    ours = json.loads((_char_backend(symbols) if symbols else _byte_backend()).to_str())
-    same = all(spec[part] == ours[part] for part in ("normalizer", "pre_tokenizer", "model", "added_tokens"))
-    return np.array([*map(ord, symbols)], dtype=np.uint32) if same and all(len(it) == 1 for it in symbols) else None
-
-
-def _look_up(table: npt.NDArray[np.uint32], text: str) -> IntArray:
-    """The ids that the model of `table` gives for `text`."""
-    if not len(table):
-        return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
-    points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-    ids = np.searchsorted(table, points)
-    unknown = np.flatnonzero(table[np.minimum(ids, len(table) - 1)] != points)
-    if len(unknown):
-        at = int(unknown[0])
-        rule = f"the text holds {text[at]!r} (character {at:,}), which is none of the tokenizer's {len(table)} symbols"
-        raise UserError(Problem("tokenizer", "char", rule, "use only symbols of the training text, or tokenizer=byte"))
-    return ids.astype(np.int64)
+    if backend.to_str() == _byte_backend().to_str():
+        return np.array([], dtype=np.uint32)
+    symbols = sorted(backend.get_vocab())
+    is_char = all(len(it) == 1 for it in symbols) and backend.to_str() == _char_backend(symbols).to_str()
+    return np.array([*map(ord, symbols)], dtype=np.uint32) if is_char else None

@@ -184,89 +184,64 @@ def _cut_evenly(held: Sequence[Held], target: int, shards: int) -> Iterator[Plac
 
 def _is_table(record: ParameterRecord) -> bool:
     """Whether it is a table of the vocabulary."""
-    tied = isinstance(record.place, tuple) and len(record.place) > 1
-    return tied or (record.split is not None and record.split.uneven)
+    return record.place == ("embedding", "loss") or (record.split is not None and record.split.uneven)
 
 
 def _cut_wholes(held: Sequence[Held], target: int, shards: int) -> list[Placed]:
-    """Buckets of matrices with one owner each: blocks are dealt to buckets of like size, and where that leaves too much
-    padding, to fewer."""
+    """Buckets of matrices with one owner each: blocks are dealt to buckets of like size, and where that leaves more
+    than a fifth of a bucket as padding, to fewer."""
     blocks = [list(members) for _, members in groupby(held, key=lambda each: each[0].place)]
-    total, placed = _size(held), list[Placed | None]()
+    total, placed = _size(held), list[Placed]()
     for number in range(min(len(blocks), -(-total // target)), 0, -1):
         contents: list[list[Held]] = [[] for _ in range(number)]
         before = 0
         for block in blocks:
             contents[(2 * before + _size(block)) * number // (2 * total)] += block  # by the block's middle
             before += _size(block)
-        placed = [_whole(content, shards, tight=number > 1) for content in contents if content]
-        if None not in placed:
+        contents = [content for content in contents if content]
+        placed = [_pack(content, shards) for content in contents]
+        if all(4 * bucket <= 5 * _size(content) for (_, bucket), content in zip(placed, contents, strict=True)):
             break
-    return [each for each in placed if each is not None]
+    return placed
 
 
-def _whole(content: Sequence[Held], shards: int, *, tight: bool) -> Placed | None:
-    """Each matrix in one slice; None where more than a fifth is padding, if it is to be `tight`."""
-    stacks = []
-    for record, of_rank, size in content:
-        unit, number = prod(of_rank.shape[record.stacked :]), prod(of_rank.shape[: record.stacked])
-        # A stack of matrices that are not aligned is one piece.
-        stacks.append((unit, number) if unit % ALIGNMENT == 0 else (size, 1))
-    found = _pack(stacks, shards, ALIGNMENT, most=_size(content) * 5 // 4 if tight else None)
-    if found is None:
-        return None
-    slots = [BufferSlot(*each[:2], start) for each, start in zip(content, found[1], strict=True)]
-    return tuple(sorted(slots, key=lambda slot: slot.start)), found[0] * shards
-
-
-def _pack(
-    stacks: Sequence[tuple[int, int]], rooms: int, alignment: int, *, most: int | None = None
-) -> tuple[int, list[int]] | None:
-    """Pack stacks of matrices into rooms of equal size, so that the wall between two rooms never cuts a matrix. A stack
-    is contiguous, and may reach over walls that fall between its matrices.
-
-    The result is the size of the smallest rooms that hold the stacks, (size of a matrix, number of matrices) each,
-    and the start of each stack, counted over all rooms. All sizes are multiples of `alignment`. None where all rooms
-    together would take more than `most`.
-    """
-    largest_first = sorted(range(len(stacks)), key=lambda at: stacks[at], reverse=True)
-    total, units = sum(unit * number for unit, number in stacks), {unit for unit, number in stacks if number > 1}
-    least = max(-(-total // rooms), stacks[largest_first[0]][0])
+def _pack(content: Sequence[Held], shards: int) -> Placed:
+    """The bucket with the smallest slices that cut no matrix: one stack of matrices after the other, large ones first.
+    A stack may reach over borders of slices that fall between its matrices."""
+    stacks: list[tuple[int, int, Held]] = []  # size of a matrix, and of the stack
+    for each in content:
+        unit = prod(each[1].shape[each[0].stacked :])
+        stacks.append((unit if unit % ALIGNMENT == 0 else each[2], each[2], each))  # unaligned matrices are one piece
+    stacks.sort(key=lambda stack: stack[:2], reverse=True)
+    least, units = max(-(-_size(content) // shards), stacks[0][0]), {unit for unit, size, _ in stacks if unit < size}
     for step in count():
-        smallest = -(-(least + least * step // 32) // alignment) * alignment
-        if most is not None and smallest * rooms > most:
-            return None
-        for room in sorted({smallest, *(-(-smallest // unit) * unit for unit in units)}):
-            starts = _first_fit([stacks[at] for at in largest_first], room, room * rooms)
-            if starts is not None and (most is None or room * rooms <= most):
-                return room, [start for _, start in sorted(zip(largest_first, starts, strict=True))]
-    raise AssertionError("unreachable: a room that holds everything is tried in the end")
+        smallest, next_ = (_padded(least + least * at // 32, ALIGNMENT) for at in (step, step + 1))
+        for slice_size in sorted({smallest, *(size for unit in units if (size := _padded(smallest, unit)) < next_)}):
+            slots = _first_fit(stacks, slice_size, slice_size * shards)
+            if len(slots) == len(stacks):
+                return tuple(sorted(slots, key=lambda slot: slot.start)), slice_size * shards
+    raise AssertionError("unreachable: a slice that holds everything is tried in the end")
 
 
-def _first_fit(stacks: Sequence[tuple[int, int]], room: int, end: int) -> list[int] | None:
-    """Where the stacks start in [0, end), each in the first gap that takes it; None: they do not fit."""
-    gaps, starts = [(0, end)], []
-    for unit, number in stacks:
-        size = unit * number
+def _first_fit(stacks: Iterable[tuple[int, int, Held]], slice_size: int, end: int) -> list[BufferSlot]:
+    """Slots in [0, end) for stacks, each in the first gap that takes it uncut; a stack that fits nowhere has none."""
+    gaps, slots = [(0, end)], []
+    for unit, size, (record, of_rank, _) in stacks:
         for at, (low, high) in enumerate(gaps):
-            wall = (low // room + 1) * room
-            tried = (low, low + (wall - low) % unit, wall, wall + room % unit)  # walls may fall between matrices there
-            start = next(
-                (place for place in tried if place + size <= high and _is_uncut(place, unit, size, room)), None
-            )
-            if start is not None:
-                gaps[at : at + 1] = [gap for gap in ((low, start), (start + size, high)) if gap[0] < gap[1]]
-                starts.append(start)
+            border = (low // slice_size + 1) * slice_size
+            tried = (low, low + (border - low) % unit, border, border + slice_size % unit)  # borders may fall between
+            uncut = [place for place in tried if place + size <= high and _is_uncut(place, unit, size, slice_size)]
+            if uncut:
+                gaps[at : at + 1] = [gap for gap in ((low, uncut[0]), (uncut[0] + size, high)) if gap[0] < gap[1]]
+                slots.append(BufferSlot(record, of_rank, uncut[0]))
                 break
-        else:
-            return None
-    return starts
+    return slots
 
 
-def _is_uncut(start: int, unit: int, size: int, room: int) -> bool:
-    """Whether the walls in the stack at `start` are between matrices: the first, and with it all of them."""
-    wall = (start // room + 1) * room - start
-    return wall >= size or (wall % unit == 0 and (wall + room >= size or room % unit == 0))
+def _is_uncut(start: int, unit: int, size: int, slice_size: int) -> bool:
+    """Whether borders of slices in the stack at `start` are between matrices: the first, and with it all of them."""
+    border = (start // slice_size + 1) * slice_size - start
+    return border >= size or (border % unit == 0 and (border + slice_size >= size or slice_size % unit == 0))
 
 
 def _size(content: Iterable[Held]) -> int:

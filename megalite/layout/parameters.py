@@ -155,21 +155,15 @@ def is_replicated(record: ParameterRecord, box: ShardBox) -> bool:
     return record.split is not None and box.replicas > 1
 
 
-def is_held(record: ParameterRecord, layers: range, *, embedding: bool, loss: bool) -> bool:
-    """Whether the stage with these layers, with or without the embedding and the loss, holds the parameter."""
-    if isinstance(record.place, int):
-        return record.place in layers
-    return (embedding and "embedding" in record.place) or (loss and "loss" in record.place)
+def is_held(record: ParameterRecord, stage: StageLayers) -> bool:
+    """Whether the stage holds the parameter: by its layers, or as one of the ends of the pipeline."""
+    place = record.place
+    return place in stage.layers if isinstance(place, int) else any(getattr(stage, end) for end in place)
 
 
 def held_parameters(records: Sequence[ParameterRecord], stages: Iterable[StageLayers]) -> list[ParameterRecord]:
     """The records of what these stages hold, stage by stage."""
-    return [
-        record
-        for stage in stages
-        for record in records
-        if is_held(record, stage.layers, embedding=stage.embedding, loss=stage.loss)
-    ]
+    return [record for stage in stages for record in records if is_held(record, stage)]
 
 
 def is_counted(record: ParameterRecord, *, embedding: bool) -> bool:

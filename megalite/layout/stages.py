@@ -10,14 +10,15 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 # Settings that exclude each other: each maps to the settings with which it would place the same layers twice.
+_OTHERS = ("layout", "split_rank", "standalone_embedding", "first_layers", "last_layers")
 EXCLUDED_BY = {
     "vpp": ("split_rank",),
     "standalone_embedding": ("layout",),
     "split_rank": ("layout",),
-    "first_layers": ("layout", "split_rank", "standalone_embedding"),
-    "last_layers": ("layout", "split_rank"),
-    "count_embedding": ("layout", "split_rank", "standalone_embedding", "first_layers", "last_layers"),
-    "count_loss": ("layout", "split_rank", "standalone_embedding", "first_layers", "last_layers"),
+    "first_layers": _OTHERS[:3],
+    "last_layers": _OTHERS[:2],
+    "count_embedding": _OTHERS,
+    "count_loss": _OTHERS,
 }
 
 

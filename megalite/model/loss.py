@@ -126,6 +126,7 @@ class _Sweep:
         self.wants_gradients = wants_hidden or weight_grad is not None
         ahead = self.group is not None and self.wants_gradients  # the next chunk's logits stand beside this one's
         buffers = hidden.new_empty(2 if ahead else 1, self.chunk, weight.shape[0])
+        self.one_kernel = self.compile and self.group is None and hidden.is_cuda and hidden.dtype != torch.float64
         self.work, self.piece = work_buffer(buffers[0])
         if self.compile and self.token_loss.real:  # there are no fp32 logits that pieces would bound
             self.work = self.work.new_empty(0)  # of which the dtype is read
@@ -137,7 +138,8 @@ class _Sweep:
             tokens = slice(start, start + self.chunk)
             x = hidden[tokens]
             logits = torch.mm(x, weight.t(), out=buffers[number % len(buffers), : len(x)])  # [c, v]
-            logits[:, self.token_loss.real :] = -torch.inf
+            if not self.one_kernel:
+                logits[:, self.token_loss.real :] = -torch.inf
             if self.group is None:
                 self._finish_alone(tokens, logits)
                 continue
@@ -156,7 +158,12 @@ class _Sweep:
         """Losses of a chunk whose logits are all here, and gradients in their place: one softmax serves both."""
         for rows, part in self._pieces(tokens, logits):
             upstream = self.upstream[rows] if self.wants_gradients else None
-            self.losses[rows] = self.losses_of(self.token_loss, part, self.labels[rows], upstream, self.work)
+            if self.one_kernel:
+                from megalite.model.softmax_loss import softmax_losses  # imports triton
+
+                self.losses[rows] = softmax_losses(part, self.labels[rows], upstream, self.token_loss)
+            else:
+                self.losses[rows] = self.losses_of(self.token_loss, part, self.labels[rows], upstream, self.work)
         self._add_gradients(tokens, logits)
 
     def _statistics(self, tokens: slice, logits: Tensor) -> Tensor:

@@ -209,7 +209,7 @@ def drop_over_capacity(choice: Choice, num_experts: int, factor: float, masks: T
     even = masks.all_routed.double() * k / num_experts
     capacity = (even * factor - 1e-9).ceil()
     flat = experts.flatten()
-    # Of fp64 weights 8 digits: equal tokens (the first of two documents) have equal weights but for rounding.
+    # 8 digits of fp64 weights: equal tokens (the first of two documents) have equal weights but for rounding.
     order = weights.flatten().float().argsort(descending=True, stable=True)
     order = order[flat[order].argsort(stable=True)]  # by expert, inside by weight
     counts = count_choices(flat, num_experts + 1)  # the last: those of nobody

@@ -4,12 +4,14 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rich.filesize import decimal
-
 from megalite.errors.words import several
 
 count = "{:,.0f}".format
-size = decimal  # bytes in the largest fitting power of 1000
+
+
+def size(count: float) -> str:
+    """Bytes."""
+    return f"{count / 1e6:,.1f} MB"
 
 
 def loss(value: float) -> str:
@@ -51,18 +53,11 @@ def duration(seconds: float) -> str:
 
 def words_of(event: Mapping[str, Any]) -> str:
     """What an event tells besides its kind. A user may have left things out of it."""
+    if event["kind"] in ("start", "resume"):
+        hosts, versions = event.get("hosts") or [], event.get("versions") or {}
+        ranks = f"{several(len(hosts), 'rank')} on {several(len({*hosts}), 'host')}"
+        where = f"{ranks}, {event.get('device', 'device unknown')}, torch {versions.get('torch', '?')}"
+        return "; ".join([where, *(event.get("changes") or [])])
     rest = {name: value for name, value in event.items() if name not in ("time", "step", "kind", "message", "parts")}
-    match event["kind"]:
-        case "start" | "resume":
-            hosts, versions = event.get("hosts") or [], event.get("versions") or {}
-            ranks = f"{several(len(hosts), 'rank')} on {several(len({*hosts}), 'host')}"
-            where = f"{ranks}, {event.get('device', 'device unknown')}, torch {versions.get('torch', '?')}"
-            return "; ".join([where, *(event.get("changes") or [])])
-        case "straggler":
-            costs = f", which costs {percent(event['share'])} of each step" if "share" in event else ""
-            times = f"{event['times']:.2f} times as long as others with the same work"
-            return f"rank {event['rank']} on {event['host']} computes {times}{costs}"
-        case "profile":
-            wall = event.get("wall_s") or 1
-            rest = {part: percent(spent / wall) for part, spent in (event.get("parts") or {}).items()} | rest
-    return str(event.get("message") or ", ".join(f"{name} {value}" for name, value in rest.items()))
+    numbers = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in rest.items()}
+    return str(event.get("message") or ", ".join(f"{name} {value}" for name, value in numbers.items()))

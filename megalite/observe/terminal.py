@@ -1,16 +1,16 @@
-"""Shows a run to its user: a header, the newest numbers under a progress bar or as aligned lines, and a summary.
+"""Shows a run to its user: a header, a line of numbers for every shown step, and a summary.
 
-On a terminal the numbers of the newest step stand below a progress bar and evaluations scroll past above it; anywhere
-else (a SLURM log, a pipe) every shown step is one line of at most 100 columns, under column names that are repeated.
+The lines have at most 100 columns, under column names that are repeated. A stream that can no longer be written to (a
+closed pipe, a full disk) costs lines: a run does not end because nobody looks at it.
 """
 
 import math
-import os
 import shlex
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,12 +20,11 @@ from megalite.errors.problems import printable
 from megalite.errors.words import several
 from megalite.observe import readable
 from megalite.observe.run_data import RunData
-from megalite.observe.screens import Line, Screen
+from megalite.observe.screens import print_lines
 from megalite.train.history import ENDS
 
-NAMES_EVERY = 20  # lines of a log between two lines of column names
-PREPARING_LOG_S = 10  # seconds between two lines of a log about the preparation of data
-LABEL, QUIET = "bold cyan", "dim"
+NAMES_EVERY = 20  # lines between two lines of column names
+PREPARING_S = 10  # seconds between two lines about the preparation of data
 NOTED = ("skipped", "skipped_on_request", "empty", "straggler", "profile", "checkpoint_failed")  # kinds of events
 COLUMNS: tuple[tuple[str, str, int, Callable[[float], str]], ...] = (  # of a step: record's name, title, width, text
     ("loss", "loss", 8, readable.loss),
@@ -45,17 +44,16 @@ class Terminal:
 
     name = "terminal"
 
-    def __init__(self, stream: TextIO, *, interactive: bool, enabled: bool = True) -> None:
-        live = interactive and enabled and os.environ.get("TERM") != "dumb"
-        self._screen = Screen(stream, live=live, silent=not enabled)
+    def __init__(self, stream: TextIO, *, enabled: bool = True) -> None:
+        self._stream, self._enabled = stream, enabled
         self.follow(RunData(Path(), {"train.steps": 1}), "")  # until a run is known
         self._step_times = deque[float](maxlen=50)
         self._columns = list(COLUMNS)
         self._printed = 0  # steps
         self._known_slow: set[int] = set()  # ranks that were named
         # How far the preparation of data, or the scan of a token file, is; may be called often.
-        self.preparing = DataWork(self._screen, "preparing data", "prepared").show
-        self.checking = DataWork(self._screen, "checking tokens", "checked").show
+        self.preparing = DataWork(self, "preparing data", "prepared").show
+        self.checking = DataWork(self, "checking tokens", "checked").show
 
     def follow(self, run: RunData, title: str) -> None:
         """Show the records of a run from now on. `run` holds a record before it is shown."""
@@ -66,27 +64,26 @@ class Terminal:
         kind, step = record.get("kind"), record["step"]
         if kind is None and "val_loss" in record:
             took = readable.step_time(record["eval_time_s"])
-            self._screen.print([(f"step {step}", "bold"), (f"  validation loss {measures(record)}  ({took})", "green")])
+            self.print(f"step {step}  validation loss {measures(record)}  ({took})")
         elif kind is None:
             self._step(record)
         elif kind in ("start", "resume"):
-            self._screen.print([("megalite", LABEL), (f"  {self._title}", "bold")], *_rows(record["about"]), [])
-            self._screen.status(self._bar(step), [("waiting for the first step", QUIET)], now=True)
+            self.print(f"megalite  {self._title}", *_rows(record["about"]), "")
         elif kind == "sample" and step < self._steps:  # else the summary shows it
-            self._screen.print([(f"step {step}", "bold"), ("  the model writes", QUIET)], *_quoted(record))
+            self.print(f"step {step}  the model writes", *_quoted(record["prompt"] + record["text"]))
         elif kind in NOTED and record.get("rank") not in self._known_slow:
-            self.note(f"step {step}, {kind.replace('_', ' ')}: {readable.words_of(record)}".rstrip(": "))
+            self.print(f"step {step}, {kind.replace('_', ' ')}: {readable.words_of(record)}".rstrip(": "))
         elif kind in ENDS and kind != "failed":
             self._finish(record.get("by"))
         self._known_slow |= {record["rank"]} if kind == "straggler" else set()
 
-    def note(self, text: str) -> None:
-        """Show a line: a warning, a checkpoint that was passed over."""
-        self._screen.print(*[[(line, "yellow")] for line in text.splitlines()])
+    def print(self, *lines: str) -> None:
+        """Show lines: a warning, a checkpoint that was passed over."""
+        with suppress(OSError):
+            print_lines(lines if self._enabled else (), self._stream)
 
     def close(self) -> None:
-        """Leave the terminal as it was; also after an error. May be repeated."""
-        self._screen.close()
+        """Nothing is left open."""
 
     def _step(self, record: Mapping[str, Any]) -> None:
         step, values = record["step"], {**record, **(record.get("moe") or {})}
@@ -95,6 +92,8 @@ class Terminal:
             known = {name for name, value in values.items() if value is not None}
             known |= {"imbalance_max"} if self._run.config.get("model.moe.num_experts") else set()
             self._columns = [column for column in COLUMNS if column[0] in known]
+        # How long the rest takes: by a median, which one slow step (a compilation) does not move.
+        left = readable.duration(statistics.median_low(self._step_times) * (self._steps - step)).replace(" ", "")
         found = [(values.get(key), words) for key, _, _, words in self._columns]
         cells = ["-" if value is None else words(value) for value, words in found]
         digits = len(str(self._steps))
@@ -103,75 +102,50 @@ class Terminal:
             " ".join(f"{cell:>{width}}" for cell, width in zip(its, widths, strict=True))
             for its in (
                 ["step", *(title for _, title, _, _ in self._columns), "left"],
-                [f"{step:>{digits}}/{self._steps}", *cells, self._left(step).replace(" ", "")],
+                [f"{step:>{digits}}/{self._steps}", *cells, left],
             )
         )
-        if self._screen.live:
-            self._screen.status(self._bar(step), [(names, QUIET)], [(row, "bold")], now=step == self._steps)
-        else:
-            self._screen.print(*([[(names, "bold")]] if self._printed % NAMES_EVERY == 0 else []), [(row, "")])
+        self.print(*([names] if self._printed % NAMES_EVERY == 0 else []), row)
         self._printed += 1
 
     def _finish(self, stopped_by: str | None) -> None:
         """Show the summary, and the next thing that a user can do."""
-        self._screen.close()
         run, command = self._run, self._run.start.get("command", "python pretrain_gpt.py")
         how = "finished:" if stopped_by is None else f"stopped by {stopped_by} after"
-        head = f"{how} {run.step:,} of {several(self._steps, 'step')}"
         learned = what_was_learned(run, time.monotonic() - self._began)
-        self._screen.print([], [(head, "bold")], *_rows(learned), [])
+        self.print("", f"{how} {run.step:,} of {several(self._steps, 'step')}", *_rows(learned), "")
         train, validation = (np.array(run.series[name].points()).reshape(-1, 4) for name in ("loss", "val_loss"))
-        if len(train) > 1 and self._screen.unicode:
-            self._screen.print([("loss: training as a line, validation as ●", QUIET)])
-            self._screen.print(*[[(line, "")] for line in (*curve(train[:, :2], validation[:, :2]), "")])
+        if len(train) > 1 and (self._stream.encoding or "utf-8").lower().startswith("utf"):
+            self.print("loss: training as a line, validation as ●", *curve(train[:, :2], validation[:, :2]), "")
         samples = run.samples.get(run.step, {}) if stopped_by is None else {}
-        self._screen.print(*([[("the model writes", LABEL)]] if samples else []))
         for prompt, text in samples.items():
-            self._screen.print(*_quoted({"prompt": prompt, "text": text}), [])
+            self.print("the model writes", *_quoted(prompt + text), "")
         longer = [word for word in shlex.split(command) if not word.startswith("train.steps=")]
         again = ("train longer", shlex.join([*longer, f"train.steps={2 * max(run.steps, 1)}"]))
         if stopped_by is not None:
             again = ("continue", f"{command}   (the same command)")
-        self._screen.print(*_rows([("run folder", str(run.folder)), again]))
-
-    def _bar(self, step: int) -> Line:
-        """The progress bar; its length follows the terminal's width."""
-        done = step / self._steps if self._steps else 1.0
-        name, passed = f"step {step}/{self._steps} ", readable.duration(time.monotonic() - self._began)
-        clock = f" {100 * done:3.0f}%  {passed} passed, {self._left(step)} left"
-        width = max(self._screen.width - len(name) - len(clock) - 1, 4)
-        filled = int(width * min(done, 1.0))
-        return [(name, "bold"), ("━" * filled, "green"), ("─" * (width - filled), "bright_black"), (clock, "")]
-
-    def _left(self, step: int) -> str:
-        """How long the rest takes: by a median, which one slow step (a compilation) does not move."""
-        pace = statistics.median_low(self._step_times) if self._step_times else math.nan
-        return readable.duration(pace * (self._steps - step))
+        self.print(*_rows([("run folder", str(run.folder)), again]))
 
 
 class DataWork:
     """The progress of making or scanning token files."""
 
-    def __init__(self, screen: Screen, doing: str, done: str) -> None:
-        self._screen, self._doing, self._done = screen, doing, done
-        self._began = self._logged = 0.0
-        self._finished = False
+    def __init__(self, terminal: Terminal, doing: str, done: str) -> None:
+        self._print, self._doing, self._done = terminal.print, doing, done
+        self._began = self._shown = 0.0
 
     def show(self, bytes_done: int, bytes_total: int, documents: int, tokens: int) -> None:
         now = time.monotonic()
-        self._began, self._logged = self._began or now, self._logged or now
+        self._began, self._shown = self._began or now, self._shown or now
         counts, total = f"{several(documents, 'document')}, {tokens:,} tokens", readable.size(bytes_total)
-        line = [(f"{self._doing}: {readable.size(bytes_done)}{f' of {total}' if bytes_total else ''}, {counts}", "")]
         if bytes_done >= bytes_total > 0:
-            self._screen.status(now=True)  # no line stays behind
-            line = [(f"{self._done} {total}: {counts} in {readable.duration(now - self._began)}", "")]
-            self._screen.print(*([] if self._finished else [line]))
-            self._finished = True
-        elif self._screen.live:
-            self._screen.status(line)
-        elif now - self._logged >= PREPARING_LOG_S:
-            self._logged = now
-            self._screen.print(line)
+            if self._shown < math.inf:
+                self._print(f"{self._done} {total}: {counts} in {readable.duration(now - self._began)}")
+            self._shown = math.inf
+        elif now - self._shown >= PREPARING_S:
+            self._shown = now
+            of = f" of {total}" if bytes_total else ""
+            self._print(f"{self._doing}: {readable.size(bytes_done)}{of}, {counts}")
 
 
 def what_was_learned(run: RunData, seconds: float) -> list[tuple[str, str]]:
@@ -217,10 +191,9 @@ def curve(train: Any, validation: Any, width: int = 72, height: int = 10) -> lis
     return [*rows, f"{'':8} └{'─' * width}", f"{'':10}{first:<{width - 10}.0f}{last:>10.0f}"]
 
 
-def _rows(rows: Sequence[Sequence[str]]) -> list[Line]:
-    return [[(f"  {label:<15}", LABEL), (f"  {text}", "")] for label, text in rows]
+def _rows(rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"  {label:<15}  {text}" for label, text in rows]
 
 
-def _quoted(sample: Mapping[str, Any]) -> list[Line]:
-    lines = printable(sample["prompt"] + sample["text"]).splitlines()
-    return [[("  | ", QUIET), (line.expandtabs(4), "")] for line in lines]
+def _quoted(text: str) -> list[str]:
+    return [f"  | {line.expandtabs(4)}" for line in printable(text).splitlines()]

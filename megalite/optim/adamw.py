@@ -45,6 +45,9 @@ class FlatAdamW:
         self.before_change: Callable[[], None] = lambda: None
         self.rounds = compiled
         self._widened = {first_moment, *(gradient.dtype for gradient in self.gradients)} != {self._dtype}
+        first, second = settings.betas
+        constants = [first, 1.0 - first, second, 1.0 - second, settings.eps]
+        self._constants = torch.tensor(constants, dtype=self._dtype, device=buffers.device)
         if compiled:
             self._rows = list(self._rows_of(buffers.parameters, groups))
         else:
@@ -106,19 +109,17 @@ class FlatAdamW:
         numbers = torch.stack([lr.double(), step_size, root, scale.double(), skip.double()])
         numbers = numbers.to(self._dtype)  # [5]: kernels read numbers of their own dtype
         for tensors in self._rows:
-            _compiled_update()(*tensors, numbers, first, second, self._eps)
+            _compiled_update()(*tensors, numbers, self._constants)
 
     def _rows_of(self, parameters: Sequence[Tensor], groups: Groups) -> Iterator[tuple[Tensor | None, ...]]:
         """The first arguments of `_update_rows` for each bucket. Padding, which lies in no run, has no decay."""
         lists = (self.masters, self.gradients, self.exp_avg, self.exp_avg_sq, parameters)
         for bucket, (master, *others, parameter) in enumerate(zip(*lists, strict=True)):
-            rows = [tensor.view(-1, ALIGNMENT) for tensor in (master, *others)]
-            decay = torch.zeros(len(rows[0]), 1, dtype=master.dtype)
+            decay = torch.zeros(len(master) // ALIGNMENT, 1, dtype=master.dtype)
             for run, weight_decay in ((run, decay) for runs, decay in groups for run in runs if run.bucket == bucket):
                 assert run.start % ALIGNMENT == 0, run
                 decay[run.start // ALIGNMENT : -(-run.stop // ALIGNMENT)] = weight_decay
-            rounded = None if parameter is master else parameter.view(-1, ALIGNMENT)
-            yield *rows, rounded, decay.to(master.device)
+            yield master, *others, None if parameter is master else parameter, decay.to(master.device)
 
 
 @cache
@@ -134,19 +135,19 @@ def _update_rows(
     parameter: Tensor | None,
     decay: Tensor,
     numbers: Tensor,
-    first: float,
-    second: float,
-    eps: float,
+    constants: Tensor,
 ) -> None:
-    """[rows, ALIGNMENT] each, decay [rows, 1], numbers [5] as unpacked here: step_size = lr / (1 - first^t) and root =
-    1 / sqrt(1 - second^t)."""
+    """[n] each, decay [n / ALIGNMENT, 1], numbers [5] and constants [5] as unpacked here: step_size = lr / (1 -
+    first^t) and root = 1 / sqrt(1 - second^t)."""
     lr, step_size, root, scale, skip = numbers.unbind()
+    first, rest_of_first, second, rest_of_second, eps = constants.unbind()
     applied = skip == 0
     divided = gradient.to(master.dtype) / scale
-    mean = first * exp_avg.to(master.dtype) + (1.0 - first) * divided
-    square = second * exp_avg_sq + (1.0 - second) * divided * divided
-    updated = master * (1.0 - lr * decay) - step_size * mean / (square.sqrt() * root + eps)
-    updated = torch.where(applied, updated, master)
+    mean = first * exp_avg.to(master.dtype) + rest_of_first * divided
+    square = second * exp_avg_sq + rest_of_second * divided * divided
+    # The width is a constant here: as that of an argument it would cost a division of 64 bits for each element.
+    kept = (master.view(len(decay), ALIGNMENT) * (1.0 - lr * decay)).view(-1)
+    updated = torch.where(applied, kept - step_size * mean / (square.sqrt() * root + eps), master)
     exp_avg.copy_(torch.where(applied, mean.to(exp_avg.dtype), exp_avg))
     exp_avg_sq.copy_(torch.where(applied, square, exp_avg_sq))
     if parameter is not None:

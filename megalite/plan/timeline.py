@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.schedule_rules import ScheduleRequest
-from megalite.errors.problems import Problem, UserError
 from megalite.errors.words import several
 from megalite.pipeline.actions import Action, ActionKind, Schedule, parse_action
 from megalite.pipeline.schedules import SCHEDULES, build_schedule
@@ -95,25 +94,21 @@ def simulated(schedule: Schedule, durations: Durations | None = None, transfer: 
     return Timeline(schedule.name, schedule.vpp, schedule.microbatches, ranks)
 
 
-def read_recording(run_dir: Path, step: int | None = None, setting: str = "run_dir") -> tuple[int, Timeline]:
-    """A recorded step (default: the last one) and its timeline, which begins at 0; UserError where there is none."""
-    recorded, rule = dict[int, tuple[str, int, list[list[Span]]]](), "holds no such step whole"
-    try:
-        with (run_dir / PIPELINE).open("rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL) if step is None else 0)
-            for line in file:
-                with suppress(ValueError, TypeError, KeyError):
-                    record = json.loads(line)
-                    spans = [Span(parse_action(cell), *map(float, times)) for cell, *times in record["actions"]]
-                    if record["rank"] == 0:
-                        recorded[record["step"]] = record["schedule"], record["pp"], []
-                    recorded[record["step"]][2].append(spans)
-    except OSError as error:
-        rule = f"cannot be read: {error.strerror}"
-    whole = [at for at, (_, pp, ranks) in recorded.items() if len(ranks) == pp and step in (None, at)]
+def read_recording(run_dir: Path) -> tuple[int, Timeline] | None:
+    """The last step that a run recorded whole and its timeline, which begins at 0; None where there is none."""
+    recorded = dict[int, tuple[str, int, list[list[Span]]]]()
+    with suppress(OSError), (run_dir / PIPELINE).open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+        for line in file:
+            with suppress(ValueError, TypeError, KeyError):
+                record = json.loads(line)
+                spans = [Span(parse_action(cell), *map(float, times)) for cell, *times in record["actions"]]
+                if record["rank"] == 0:
+                    recorded[record["step"]] = record["schedule"], record["pp"], []
+                recorded[record["step"]][2].append(spans)
+    whole = [step for step, (_, pp, ranks) in recorded.items() if len(ranks) == pp]
     if not whole:
-        remedy = "the folder of a run with train.record_pipeline, and a step that it recorded"
-        raise UserError(Problem(setting, str(run_dir), f"{PIPELINE} {rule}", remedy))
+        return None
     name, _, ranks = recorded[max(whole)]
     zero = min((spans[0].start for spans in ranks if spans), default=0.0)
     actions = [span.action for spans in ranks for span in spans]
@@ -131,8 +126,8 @@ def pictures_of_run(run_dir: Path, config: Mapping[str, Any], dp: int) -> Iterat
     pp, vpp = (int(config.get(f"parallel.{name}") or 1) for name in ("pp", "vpp"))
     batch, micro = (int(config.get(f"train.{name}_batch_size") or 1) for name in ("global", "micro"))
     microbatches = batch // (micro * dp)
-    with suppress(UserError):  # nothing is recorded
-        step, timeline = read_recording(run_dir)
+    if found := read_recording(run_dir):
+        step, timeline = found
         yield schedule_picture(timeline, MILLISECONDS, f"{timeline.title}; recorded in step {step}")
     name, group = str(config.get("parallel.schedule")), config.get("parallel.microbatch_group_size")
     if 1 < pp * vpp * microbatches <= MOST_PASSES and pp > 1 and name in SCHEDULES:

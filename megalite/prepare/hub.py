@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.durable_files import private_files
+from megalite.data.tokenizers import first_line
 from megalite.errors.problems import Problem, UserError
 
 PATIENCE = 3.0  # seconds for the hub to answer
@@ -22,31 +23,26 @@ TOKENIZER_FILES = [  # all that decide about ids and the end of document
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "config.json", "generation_config.json"),
     *("vocab.*", "merges.txt", "*.model", "*.tiktoken"),
 ]
-SAVED_TO_DISK = ("state.json", "dataset_dict.json")  # in a folder that `Dataset.save_to_disk` wrote
 
 
+@lru_cache(maxsize=1)
 def reachable() -> bool:
     """Whether the hub answers within PATIENCE seconds, name resolution included; asked once."""
     if any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in OFFLINE):
         return False
-    return _answers_soon(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-
-
-@lru_cache(maxsize=1)
-def _answers_soon(endpoint: str) -> bool:
+    thread = threading.Thread(target=lambda: answers.append(_answers()), daemon=True)  # a resolver may hang
     answers: list[bool] = []
-    thread = threading.Thread(target=lambda: answers.append(_answers(endpoint)), daemon=True)  # a resolver may hang
     thread.start()
     thread.join(PATIENCE)
     return answers == [True]
 
 
-def _answers(endpoint: str) -> bool:
+def _answers() -> bool:
     import huggingface_hub  # knows the user's proxies and certificates
 
+    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     with suppress(Exception):  # of several libraries
-        status = huggingface_hub.get_session().head(endpoint, timeout=PATIENCE).status_code
-        return status < 500 and status not in (403, 407)  # a proxy's refusal is no answer of the hub
+        return bool(huggingface_hub.get_session().head(endpoint, timeout=PATIENCE).status_code < 500)
     return False
 
 
@@ -63,10 +59,10 @@ def load_dataset(name: str, subset: str | None, split: str, streaming: bool) -> 
 
     datasets.disable_progress_bars()
     try:
-        if not any(Path(name, state).exists() for state in SAVED_TO_DISK):
+        if not any(Path(name, state).exists() for state in ("state.json", "dataset_dict.json")):
             with private_files() if is_here else nullcontext():  # the library keeps a copy of the text
                 return datasets.load_dataset(name, subset, split=split, streaming=streaming)
-        saved = datasets.load_from_disk(name)
+        saved = datasets.load_from_disk(name)  # what `save_to_disk` wrote
         splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or split): saved}
         if subset is not None or split not in splits:
             raise ValueError(f"it was saved with the splits {', '.join(map(str, splits))} and no subsets")
@@ -74,8 +70,8 @@ def load_dataset(name: str, subset: str | None, split: str, streaming: bool) -> 
     except Exception as error:  # the library raises a dozen types, and all are about the user's choice
         reason = (error.__cause__ or error) if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         rule = f"cannot be loaded ({type(reason).__name__}: {first_line(reason)})"
-        remedy = "check data.subset, data.split, network (scripts are never run); to work offline, a folder of parquet"
-        raise UserError(Problem("data.path", name, f"{NO_ANSWER}: {rule}" if offline else rule, remedy)) from error
+        hint = "check data.subset, data.split, network (scripts are never run); to work offline, a folder of parquet"
+        raise UserError(Problem("data.path", name, f"{NO_ANSWER}: {rule}" if offline else rule, hint)) from error
 
 
 def tokenizer_folder(name: str) -> Path:
@@ -95,10 +91,5 @@ def tokenizer_folder(name: str) -> Path:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=TOKENIZER_FILES, etag_timeout=PATIENCE))
     except Exception as error:  # unknown, gated, private, no space: the library's own words say which
         rule = f"is no folder here, and as a name on the hub: {first_line(error)}"
-        remedy = "use bpe, byte, char or a folder that exists; to work offline, one by AutoTokenizer.save_pretrained"
-        raise UserError(Problem("tokenizer", name, rule, remedy)) from error
-
-
-def first_line(error: BaseException) -> str:
-    """The message of a library, without its advice."""
-    return next(iter(str(error).splitlines()), "")
+        hint = "use bpe, byte, char or a folder that exists; to work offline, one by AutoTokenizer.save_pretrained"
+        raise UserError(Problem("tokenizer", name, rule, hint)) from error

@@ -9,7 +9,7 @@ shards that are missing.
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,20 +22,17 @@ from megalite.config.schema import Config
 from megalite.config.user_files import read_bytes
 from megalite.data.open import FORMAT, Progress, TokenFiles, check_vocabulary, digest, paths_of
 from megalite.data.token_file import TokenFile, dtype_for, read_facts, with_suffix
-from megalite.data.tokenizer_folder import load_tokenizer
-from megalite.data.tokenizers import TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer
-from megalite.errors.problems import Problem, UnavailableError, UserError, collect, collect_all
+from megalite.data.tokenizers import TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer, load_tokenizer
+from megalite.errors.problems import Problem, UnavailableError, UserError, collect, collect_all, refuse
 from megalite.errors.remedies import of_system
 from megalite.launch.host import allow_open_files, usable_cores
 from megalite.prepare.hub import TOKENIZER_FILES, tokenizer_folder
 from megalite.prepare.reading import Shard, pieces
-from megalite.prepare.sources import Source, not_read, sources_of
-from megalite.prepare.token_writer import join
-from megalite.prepare.tokenizing import Job, tokenize_shards
+from megalite.prepare.sources import Source, sources_of
+from megalite.prepare.tokenizing import Job, join, tokenize_shards
 
 SAMPLE = 8 << 20  # characters of text that a BPE is trained on
 SAMPLED_SHARDS = 64
-PAGES = 20_000  # characters of text on which a tokenizer is tried
 SUMMED = ("tokens", "documents", "skipped_documents", "bytes")  # of all shards, in PREFIX.json
 
 
@@ -64,10 +61,9 @@ def prepare(config: Config, progress: Progress | None = None) -> TokenFiles:
         prefixes = [Path(path).expanduser().absolute() for path in paths_of(config.data)]
         built_in = config.tokenizer in BUILT_IN_TOKENIZERS
         return TokenFiles(prefixes, tokenizer=None if built_in else named_tokenizer(config.tokenizer))
-    sources = sources_of(config.data)
-    targets = targets_of(config, sources)
+    targets = targets_of(config, sources_of(config.data))
     _make(config, targets, progress, "data.cache_dir")
-    return TokenFiles([target.prefix for target in targets], not_read(sources))
+    return TokenFiles([target.prefix for target in targets])
 
 
 def prepare_file(source: Source, config: Config, prefix: Path, progress: Progress | None = None) -> None:
@@ -121,8 +117,8 @@ def _plans(config: Config, sources: list[Source]) -> list[list[Shard]]:
     plans = collect(lambda: collect_all(Source.plan, sources), problems)
     if config.tokenizer not in BUILT_IN_TOKENIZERS:
         collect(lambda: named_tokenizer(config.tokenizer), problems)
-    if problems or plans is None:
-        raise UserError(problems)
+    refuse(problems)
+    assert plans is not None
     return plans
 
 
@@ -132,19 +128,15 @@ def _check_output(target: Target) -> None:
     prefix = target.prefix
     for path in target.source.paths:
         if os.path.isdir(path) and prefix.resolve().is_relative_to(Path(path).resolve()):
-            rule = f"it is inside data.path={path}, a folder that is read whole: the text would not be the same again"
+            rule = f"must not be inside data.path={path}, a folder that is read whole"
             raise UserError(Problem("--output", str(prefix), rule, "a name in another folder"))
-    places = [with_suffix(prefix, ending) for ending in (".tokenizer", ".json", ".bin", ".idx")]
+    places = [with_suffix(prefix, ending) for ending in (".json", ".bin", ".tokenizer", ".idx")]
     taken = [path for path in places if os.path.lexists(path)]
-    if taken == places[:1] and target.work.is_dir():  # a start was stopped that had just written it
-        return
     with suppress(UserError):
-        ours = target.is_prepared or target.work.is_dir() or places[2] not in taken
-        if ours and not any(map(Path.is_symlink, taken)) and read_facts(prefix).fingerprint == target.key:
+        if not taken or (taken[0] == places[0] and read_facts(prefix).fingerprint == target.key):
             return
-    if taken:
-        rule = f"{taken[-1]} is there, and is not made of this text by this tokenizer"
-        raise UserError(Problem("--output", str(prefix), rule, f"--output={prefix}-2, or move it away"))
+    rule = f"{taken[-1]} is there, and is not made of this text by this tokenizer"
+    raise UserError(Problem("--output", str(prefix), rule, f"--output={prefix}-2, or move it away"))
 
 
 def _make(config: Config, targets: list[Target], progress: Progress | None, setting: str) -> None:
@@ -154,29 +146,28 @@ def _make(config: Config, targets: list[Target], progress: Progress | None, sett
     plans = _plans(config, [target.source for target in targets])
     # The text can be read from what is made.
     with private_files(), _locked([target.prefix for target in targets], setting):
-        jobs: dict[Target, list[Job]] = {}  # the shards of a missing target, and the token file that each becomes
-        for target, plan in zip(targets, plans, strict=True):
-            if not target.is_prepared:
-                jobs[target] = [(target.work / f"part-{number:05d}", shard) for number, shard in enumerate(plan)]
-        tally = _Tally([job for each in jobs.values() for job in each], progress)
+        jobs: dict[Target, list[Job]] = {  # the shards of a missing target, and the token file that each becomes
+            target: [(target.work / f"part-{number:05d}", shard) for number, shard in enumerate(plan)]
+            for target, plan in zip(targets, plans, strict=True)
+            if not target.is_prepared
+        }
+        count = _counter([job for each in jobs.values() for job in each], progress)
         tokenizer = obtain_tokenizer(config, [*jobs], [shard for plan in plans for shard in plan])
         check_vocabulary(config, tokenizer.vocab_size)
-        built_in = config.tokenizer in BUILT_IN_TOKENIZERS
-        remarks = [] if built_in else tokenizer.remarks("".join(sample(plans[0][:1], PAGES)))
-        for target in jobs:
+        for target, parts in jobs.items():
             tokenizer.save(target.work / "tokenizer")
+            left = [job for job in parts if not is_whole(job[0])]
             try:
-                left = [job for job in jobs[target] if not is_whole(job[0])]
                 workers = config.data.workers or usable_cores()
-                tokenize_shards(left, tokenizer, target.work / "tokenizer", workers, tally)
-                if not any(tally.done[file][-1] for file, _ in jobs[target]):
+                tokenize_shards(left, tokenizer, target.work / "tokenizer", workers, count)
+                if not any(read_facts(file).tokens for file, _ in parts):
                     rule, found = "holds no text at all (only empty documents)", " ".join(target.source.paths)
                     raise UserError(Problem("data.path", found, rule, "give text; check data.text_column"))
             except UserError as error:  # the text must be changed, and changed text has another key, but on the hub
                 if not isinstance(error, UnavailableError) and config.data.source != "hf":
                     shutil.rmtree(target.work, ignore_errors=True)
                 raise
-            _join(target, [file for file, _ in jobs[target]], tokenizer, remarks)
+            _join(target, [file for file, _ in parts], tokenizer)
 
 
 def is_whole(shard: Path) -> bool:
@@ -184,23 +175,21 @@ def is_whole(shard: Path) -> bool:
     return all(with_suffix(shard, suffix).exists() for suffix in (".idx", ".bin", ".json"))
 
 
-class _Tally:
-    """The bytes of text, documents and tokens that are done, by token file of a shard; `progress` is told of them."""
+def _counter(jobs: list[Job], progress: Progress | None) -> Callable[..., None]:
+    """A function that adds up the bytes of text, documents and tokens of the shards so far, for `progress`."""
+    total, done = sum(shard.size for _, shard in jobs), dict[Path, tuple[int, ...]]()
 
-    def __init__(self, jobs: list[Job], progress: Progress | None) -> None:
-        self.total, self.progress = sum(shard.size for _, shard in jobs), progress
-        self.done: dict[Path, tuple[int, int, int]] = {Path(): (0, 0, 0)}
-        for file, shard in jobs:
-            if is_whole(file):
-                facts = read_facts(file)
-                self.done[file] = shard.size, facts.documents, facts.tokens
-        self(Path(), 0, 0, 0)
+    def count(file: Path, *counts: int) -> None:
+        done[file] = counts
+        size, documents, tokens = map(sum, zip(*done.values(), strict=True))
+        if progress:
+            progress(min(size, total) if total else size, total, documents, tokens)
 
-    def __call__(self, file: Path, size: int, documents: int, tokens: int) -> None:
-        self.done[file] = size, documents, tokens
-        size, documents, tokens = map(sum, zip(*self.done.values(), strict=True))
-        if self.progress:
-            self.progress(min(size, self.total) if self.total else size, self.total, documents, tokens)
+    for file, shard in jobs:
+        if is_whole(file):
+            done[file] = shard.size, read_facts(file).documents, read_facts(file).tokens
+    count(Path(), 0, 0, 0)
+    return count
 
 
 @contextmanager
@@ -217,10 +206,9 @@ def _locked(prefixes: list[Path], setting: str) -> Iterator[None]:
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
     except OSError as error:
-        elsewhere = f"choose a writable folder ({setting}=PATH); what is already prepared is kept"
-        rule = f"cannot be written ({error.strerror or error})"
-        remedy = f"{of_system(error, 'start again')}, or {elsewhere}"
-        raise UserError(Problem(setting, str(folder), rule, remedy)) from error
+        rule = f"cannot be written ({error.strerror or error}); what is already prepared is kept"
+        hint = f"{of_system(error, 'start again')}, or choose a writable folder ({setting}=PATH)"
+        raise UserError(Problem(setting, str(folder), rule, hint)) from error
 
 
 def obtain_tokenizer(config: Config, missing: list[Target], shards: list[Shard]) -> TextTokenizer:
@@ -251,22 +239,22 @@ def sample(shards: list[Shard], size: int = SAMPLE) -> Iterator[str]:
                 break
 
 
-def _join(target: Target, shard_files: list[Path], tokenizer: TextTokenizer, remarks: list[str]) -> None:
-    """All shards into one token file, its tokenizer beside it; then the work folder goes."""
-    shards = [read_facts(file) for file in shard_files]
+def _join(target: Target, files: list[Path], tokenizer: TextTokenizer) -> None:
+    """Make one token file of the files of all shards, its tokenizer beside it; then the work folder goes."""
+    shards, dtype, whole = [read_facts(file) for file in files], dtype_for(tokenizer.vocab_size), target.work / "whole"
     facts = {
         "source": target.source.label,
         "fingerprint": target.key,
         **{name: sum(getattr(shard, name) for shard in shards) for name in SUMMED},
         "tokenizer": tokenizer.identity,
         "vocab_size": tokenizer.vocab_size,
-        "dtype": str(dtype_for(tokenizer.vocab_size)),
-        **({"remarks": remarks} if remarks else {}),
+        "dtype": str(dtype),
     }
-    with_text = (file for file, shard in zip(shard_files, shards, strict=True) if shard.tokens)
-    join(map(TokenFile.open, with_text), target.work / "whole", facts)
-    tokenizer.save(with_suffix(target.prefix, ".tokenizer"))
+    with_text = (file for file, shard in zip(files, shards, strict=True) if shard.tokens)
+    join(map(TokenFile.open, with_text), whole, dtype, facts)
     for ending in (".json", ".bin", ".idx"):
-        with_suffix(target.work / "whole", ending).replace(with_suffix(target.prefix, ending))
+        if ending == ".idx":
+            tokenizer.save(with_suffix(target.prefix, ".tokenizer"))
+        with_suffix(whole, ending).replace(with_suffix(target.prefix, ending))
     sync_folder(target.prefix.parent)
     shutil.rmtree(target.work, ignore_errors=True)

@@ -2,8 +2,7 @@
 
 A document comes in pieces, each followed by others of it or by None, its end, so that a text of any size passes through
 bounded memory. The pieces joined are the document, exactly: text is not stripped, and line ends are not translated. A
-row without text is its end alone. A mistake is told with file and row. Nothing is dropped: a row that holds more than
-one text in the column, or more fields than the header names, is refused. What other columns hold is nobody's matter.
+row without text is its end alone. Nothing is dropped: a mistake is refused with file and row.
 
 Local files are read here and data sets of the hub by `datasets`, because it is several times slower on files and takes
 1 to 2 s to be imported in each process. One large jsonl file is work for several processes here, for one there.
@@ -13,11 +12,9 @@ import codecs
 import csv
 import io
 import json
-import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -30,36 +27,31 @@ KINDS = {
     ".txt": "text",
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
-    ".json": "json",
+    ".json": "jsonl",
     ".csv": "csv",
     ".parquet": "parquet",
 }
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # may follow any of these; parquet packs itself
 READ = 1 << 20  # bytes read at once
-REPAIR = "repair the file, copy it again, or give text in UTF-8; data.text_column names the column that holds it"
+REPAIR = "copy it again, or give UTF-8 text in the column data.text_column; data=hf reads JSON that is not lines"
 
-JSON = json.JSONDecoder(object_pairs_hook=tuple)  # objects are tuples of pairs, which hide no key behind another
-PATIENT = json.JSONDecoder(object_pairs_hook=tuple, parse_int=float)  # int() refuses more than 4,300 digits
-OF_JSON = re.compile(r'"(?:[^"\\]++|\\.)*+"|[\[\]{}]|[^"\[\]{}]++|".*', re.DOTALL)  # strings, brackets, what is between
-TEXT_TYPES = ("string", "large_string", "dictionary<values=string", "null")  # of Arrow, as they begin
-
-Row = tuple[int, Any]  # its place (a line's first byte, or the row's number), and a line of JSON or an object
+Row = tuple[int, Any]  # its place (a line's first byte, or the row's number), and a line of JSON or a row
 
 
 @dataclass(frozen=True)
 class Shard:
     """A part of the input that one worker tokenizes. What `start` and `stop` count depends on the kind:
 
-    text: nothing, each of `paths` is one document; json, csv: nothing, a file is one shard; jsonl: bytes, and a line
-    belongs to the shard in which it starts; parquet: row groups; rows: rows of a hub data set on disk; stream: `start`
-    of `stop` shards of a streamed one.
-    `size` is the number of bytes of text, as near as is known before reading.
+    text, csv and packed jsonl: files, always 0 to 1; jsonl: bytes, and a line belongs to the shard in which it
+    starts; parquet: row groups; rows: rows of a hub data set on disk; stream: shards of a streamed one. `paths`: files
+    of text, a document each, else one file or data set. `size` is the number of bytes of text, as near as is known
+    before reading.
     """
 
     kind: str
     paths: tuple[str, ...]
     start: int = 0
-    stop: int = sys.maxsize
+    stop: int = 1
     size: int = 0
     column: str = "text"
     subset: str | None = None
@@ -74,7 +66,7 @@ def pieces(shard: Shard, cut: Cut = at_line_end) -> Iterator[str | None]:
             with refusing(name, REPAIR):
                 yield from in_pieces(_text_blocks(Path(name)), cut)
         return
-    readers = {"jsonl": _jsonl_rows, "json": _json_rows, "csv": _csv_rows, "parquet": _parquet_rows}
+    readers = {"jsonl": _jsonl_rows, "csv": _csv_rows, "parquet": _parquet_rows}
     path = Path(shard.paths[0])
     with refusing(path, REPAIR):
         for place, row in readers.get(shard.kind, _hub_rows)(path, shard):
@@ -82,9 +74,7 @@ def pieces(shard: Shard, cut: Cut = at_line_end) -> Iterator[str | None]:
                 text = _text_in(row, shard.column)
             except (ValueError, RecursionError) as error:
                 where = f"line {_line_number(path, place):,}" if shard.kind == "jsonl" else f"row {place:,}"
-                shown = f"; it begins {row[:80]!r}" if isinstance(row, bytes) else ""
-                remedy = _another_column(error.columns) if isinstance(error, _NoTextError) and not place else REPAIR
-                raise UserError(Problem(str(path), NO_VALUE, f"{where}: {error}{shown}", remedy, here=True)) from error
+                raise UserError(Problem(str(path), NO_VALUE, f"{where}: {error}", REPAIR, here=True)) from error
             yield from in_pieces([text], cut)
 
 
@@ -112,47 +102,32 @@ def opened(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def _text_blocks(path: Path) -> Iterator[str]:
-    """The text of a file, which is one document."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    offset, block = 0, b"\n"
-    with opened(path) as file:
-        while block:
-            block = file.read(READ)
-            if (at := block.find(0)) != -1:
-                raise ValueError(f"is not UTF-8 text: a zero byte at byte {offset + at:,}")
-            pending = len(decoder.getstate()[0])  # bytes of a character that the block before began
-            try:
-                yield decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                raise ValueError(f"is not UTF-8 text (byte {offset - pending + error.start:,})") from error
-            offset += len(block)
+def units_of(kind: str, path: Path) -> int:
+    """What a shard of the whole file counts."""
+    if kind == "parquet":
+        from pyarrow import parquet
+
+        return int(parquet.read_metadata(path).num_row_groups)
+    return path.stat().st_size if kind == "jsonl" and path.suffix.lower() not in PACKED else 1
 
 
-class _NoTextError(ValueError):
-    """The column is not there, or holds something else; `columns` is what the row holds."""
-
-    def __init__(self, rule: str, columns: dict[str, Any]) -> None:
-        super().__init__(rule)
-        self.columns = columns
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"an object names something more than once: {', '.join(name for name, _ in pairs)}")
+    return found
 
 
 def _text_in(row: Any, column: str) -> str:
-    """The text in a row or a line of JSON, empty without one; ValueError where it is no object or names the column
-    twice."""
-    found = parse_json(row) if isinstance(row, bytes) else row
-    if not isinstance(found, dict | tuple):
-        raise ValueError(f"holds {type(found).__name__}, not an object like {{{column!r}: '...'}}")
-    columns = dict(found)
-    if len(columns) < len(found) and [name for name, _ in found].count(column) > 1:
-        raise ValueError(f"has the column {column!r} more than once")
-    if column not in columns:
-        names = ", ".join(map(str, columns))
-        raise _NoTextError(f"there is no column {column!r} (data.text_column); it has: {names}", columns)
-    text = "" if columns[column] is None else columns[column]
+    """The text in a row, empty without one."""
+    if isinstance(row, bytes):
+        row = json.loads(row, object_pairs_hook=_object)
+    if not isinstance(row, dict):
+        raise ValueError(f"holds {type(row).__name__}, not an object like {{{column!r}: '...'}}")
+    _check_column([*row], column)
+    text = "" if row[column] is None else row[column]
     if not isinstance(text, str):
-        kind = "object" if isinstance(text, tuple) else type(text).__name__
-        raise _NoTextError(f"column {column!r} holds {kind}, not text", columns)
+        raise ValueError(f"column {column!r} holds {type(text).__name__}, not text")
     try:
         text.encode()
     except UnicodeEncodeError:  # JSON can spell half of a character (`\ud83d` alone): it becomes U+FFFD
@@ -160,46 +135,33 @@ def _text_in(row: Any, column: str) -> str:
     return text
 
 
-def _another_column(row: dict[str, Any]) -> str:
-    """What to do where the first row has no text in the column: take another one that has."""
-    from megalite.config.overrides import typed  # imports Hydra
-
-    names = [name for name, value in row.items() if isinstance(value, str)]
-    return ", or ".join(typed("data.text_column", name) for name in names[:3]) or REPAIR
-
-
-def parse_json(content: bytes) -> Any:
-    """The JSON value in `content`, objects as tuples of pairs, whatever the size of its numbers and the depth of what
-    lies in the columns of a row."""
-    text = content.decode(json.detect_encoding(content), "surrogatepass")
-    try:
-        return JSON.decode(text)
-    except json.JSONDecodeError:
-        raise
-    except (ValueError, RecursionError):
-        return PATIENT.decode(_shallow(text))
-
-
-def _shallow(text: str) -> str:
-    """The same JSON but for the contents of lists and objects inside two others, which are checked and left out."""
-    parts, opened = list[str](), list[int]()  # `opened`: which parts are brackets that are not closed yet
-    for token in OF_JSON.finditer(text):
-        parts.append(token[0])
-        if token[0] in ("[", "{"):
-            opened.append(len(parts) - 1)
-        elif token[0] in ("]", "}") and opened:
-            first = opened.pop()
-            if len(opened) > 1:
-                PATIENT.decode("".join(parts[first:]))
-                parts[first:] = [parts[first] + token[0]]
-    return "".join(parts)
+def _check_column(names: Sequence[str], column: str) -> None:
+    if names.count(column) != 1:
+        columns = ", ".join(map(str, names))
+        raise ValueError(f"there must be one column {column!r} (data.text_column); it has: {columns}")
 
 
 def _line_number(path: Path, at: int) -> int:
     """The number of the line that starts at byte `at`; counted only to report a mistake."""
-    whole, rest = divmod(at, READ)
     with opened(path) as file:
-        return 1 + sum(file.read(size).count(b"\n") for size in (*[READ] * whole, rest))
+        blocks = (file.read(min(READ, at - start)) for start in range(0, at, READ))
+        return 1 + sum(block.count(b"\n") for block in blocks)
+
+
+def _text_blocks(path: Path) -> Iterator[str]:
+    """The text of a file, which is one document."""
+    decoder, end, block = codecs.getincrementaldecoder("utf-8")(), 0, b"\n"
+    with opened(path) as file:
+        while block:
+            block = file.read(READ)
+            end += len(block)
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise ValueError(f"is not UTF-8 text (byte {end - len(error.object) + error.start:,})") from error
+            if "\0" in text:
+                raise ValueError(f"is not UTF-8 text: a zero byte before byte {end:,}")
+            yield text
 
 
 def _jsonl_rows(path: Path, shard: Shard) -> Iterator[Row]:
@@ -209,27 +171,11 @@ def _jsonl_rows(path: Path, shard: Shard) -> Iterator[Row]:
         if shard.start:
             at = file.seek(shard.start - 1)
             at += len(file.readline())  # the line that began in the shard before
-        while at < shard.stop and (line := file.readline()):
+        packed = path.suffix.lower() in PACKED  # read whole
+        while (packed or at < shard.stop) and (line := file.readline()):
             if line.strip():
                 yield at, line
             at += len(line)
-
-
-def is_json_lines(path: Path) -> bool:
-    """Whether a .json file holds one object a line (the first is whole), not one value over all of its lines."""
-    with opened(path) as file:
-        first = next((line for line in file if line.strip()), b"")
-    try:
-        return isinstance(parse_json(first), tuple)
-    except (ValueError, RecursionError):
-        return False
-
-
-def _json_rows(path: Path, _: Shard) -> Iterator[Row]:
-    """Each object in a list, or the one object that the file is."""
-    with opened(path) as file:
-        found = parse_json(file.read())
-    yield from enumerate(found if isinstance(found, list) else [found])
 
 
 def _csv_rows(path: Path, shard: Shard) -> Iterator[Row]:
@@ -237,24 +183,17 @@ def _csv_rows(path: Path, shard: Shard) -> Iterator[Row]:
     name, or ends before the column: the text was split at a comma or a line end that no quotes guard."""
     csv.field_size_limit(sys.maxsize)  # the module's own is 128 KiB
     with io.TextIOWrapper(opened(path), encoding="utf-8-sig", newline="") as file:
-        rows, ends = csv.reader(file, strict=True), 0  # `ends`: the line at which the row before does
+        rows, number = csv.DictReader(file, strict=True), 0
         try:
-            header = next(filter(None, rows), list[str]())
-            if header.count(shard.column) > 1:
-                raise ValueError(f"line 1: has the column {shard.column!r} more than once")
-            needed = header.index(shard.column) + 1 if shard.column in header else 0
-            ends, number = rows.line_num, 0
+            _check_column(rows.fieldnames or [], shard.column)
             for row in rows:
-                if len(row) > len(header) or (len(row) < needed and any(map(str.strip, row))):
-                    counts = f"number of fields: {len(row):,}, in the header: {len(header):,} ({', '.join(header):.80})"
-                    quotes = "a text that holds a comma or a line end needs quotes around it"
-                    raise ValueError(f"row {number:,} (line {ends + 1:,}): {counts}; {quotes}")
-                if row:
-                    yield number, dict(zip_longest(header, row))
-                    number += 1
-                ends = rows.line_num
+                if None in row or row[shard.column] is None:
+                    rule = "has more or fewer fields than the header: text with a comma or a line end needs quotes"
+                    raise ValueError(f"row {number:,} {rule}")
+                yield number, row
+                number += 1
         except (UnicodeDecodeError, csv.Error) as error:
-            raise ValueError(f"after line {ends:,}: is not csv in UTF-8: {error}") from error
+            raise ValueError(f"row {number:,} is not csv in UTF-8: {error}") from error
 
 
 def _parquet_rows(path: Path, shard: Shard) -> Iterator[Row]:
@@ -262,43 +201,32 @@ def _parquet_rows(path: Path, shard: Shard) -> Iterator[Row]:
     from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
-        groups = range(shard.start, min(shard.stop, file.num_row_groups))
+        _check_column(file.schema_arrow.names, shard.column)
         first = sum(file.metadata.row_group(group).num_rows for group in range(shard.start))
-        columns = [shard.column] if _is_text(file.schema_arrow, shard.column) else None
-        yield from _arrow_rows(file.iter_batches(256, list(groups), columns), shard.column, first)
+        batches = file.iter_batches(256, range(shard.start, shard.stop), [shard.column])
+        yield from _arrow_rows(batches, shard.column, first)
 
 
 def _hub_rows(path: Path, shard: Shard) -> Iterator[Row]:
     """The rows of a data set that `datasets` reads."""
     rows, first = load_dataset(str(path), shard.subset, shard.split, streaming=shard.kind == "stream"), 0
-    from_csv = rows.info.builder_name == "csv"
     if shard.kind == "rows":
         rows, first = rows.select(range(shard.start, shard.stop)), shard.start
-    elif shard.stop > 1:
-        rows = rows.shard(num_shards=shard.stop, index=shard.start)
-    for batch in rows.with_format("arrow").iter(256):
-        if from_csv and "__index_level_0__" in batch.schema.names:  # what pandas makes of the fields that have no name
+    else:
+        rows = rows.shard(num_shards=rows.num_shards, index=shard.start)
+    from_csv = rows.info.builder_name == "csv"
+    for table in rows.with_format("arrow").iter(256):
+        if from_csv and "__index_level_0__" in table.schema.names:  # what pandas makes of fields without a name
             raise ValueError("the rows of a csv file have more fields than its header")
-        yield from _arrow_rows([batch], shard.column, first)
-        first += len(batch)
+        yield from _arrow_rows([table], shard.column, first)
+        first += len(table)
 
 
-def _arrow_rows(batches: Iterable[Any], column: str, first: int) -> Iterator[Row]:
-    """The rows of Arrow tables, numbered from `first` on; all columns where this one is no text."""
+def _arrow_rows(tables: Iterable[Any], column: str, first: int) -> Iterator[Row]:
+    """The rows of Arrow tables, numbered from `first` on."""
     number = first
-    for batch in batches:
-        is_text = _is_text(batch.schema, column)
-        for value in batch.column(column) if is_text else batch.to_pylist():
-            try:
-                yield number, {column: value.as_py()} if is_text else value
-            except UnicodeDecodeError as error:
-                raise ValueError(f"row {number:,}: {error}") from error
+    for table in tables:
+        _check_column(table.schema.names, column)
+        for text in table.column(column).to_pylist():
+            yield number, {column: text}
             number += 1
-
-
-def _is_text(schema: Any, column: str) -> bool:
-    """Whether a column of Arrow tables can be read by itself; ValueError where there are two of that name."""
-    places = schema.get_all_field_indices(column)
-    if len(places) > 1:
-        raise ValueError(f"has the column {column!r} more than once")
-    return bool(places) and str(schema.field(places[0]).type).startswith(TEXT_TYPES)

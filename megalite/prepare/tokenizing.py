@@ -1,119 +1,107 @@
 """Tokenizes shards into token files, each visible only when it is whole, in several worker processes.
 
 Workers are fresh processes, not forks: a fork copies the locks of threads that it does not copy, and libraries here run
-threads. A worker whose parent is gone finds its pipe closed and ends. The first shard that fails stops the rest; shards
-that are done stay done.
+threads. They end with their parent. The first shard that fails stops the rest; shards that are done stay done.
+
+The index of a token file comes last, after everything else is on disk, and a reader refuses data without its index: a
+write that was torn at any instant is invisible. Memory holds some 30 bytes for each document of the file being written.
 """
 
+import json
 import multiprocessing
 import os
 import signal
 import sys
-import traceback
+import threading
+from array import array
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from multiprocessing.connection import Connection, wait
+from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import cast
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
+from megalite.config.durable_files import write_atomically
 from megalite.data.cuts import CONTEXT, PIECE
-from megalite.data.permutation import IntArray
-from megalite.data.token_file import dtype_for
-from megalite.data.tokenizer_folder import load_tokenizer
-from megalite.data.tokenizers import TextTokenizer
+from megalite.data.samples import IntArray
+from megalite.data.token_file import CODES, HEADER, MAGIC, TokenFile, dtype_for, with_suffix
+from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import UserError
 from megalite.prepare.reading import Shard, pieces
-from megalite.prepare.token_writer import TokenWriter
 
+LONGEST = 2**31 - 1  # tokens in one sequence: its length is an i32
+COPY = 8 << 20  # tokens per copy
 OF_A_PIECE = 256  # characters that a piece counts for by itself: many short ones take memory, too
-OF_A_WORKER = {  # one thread each; and a module of the current folder is not imported
-    "RAYON_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONSAFEPATH": "1",
-}
 
 Job = tuple[Path, Shard]  # the token file to write, and the text that it is made of
-Piece = tuple[int, str, str | None]  # number of a document, the end of what it has so far, what follows (None: its end)
-Count = Callable[[Path, int, int, int], None]  # a token file, and its bytes of text, documents and tokens so far
+Piece = tuple[str, str | None]  # the end of what precedes in the document, and what follows (None: its end)
+Counts = tuple[Path, int, int, int]  # a token file, and its bytes of text, documents and tokens so far
+
+tokenizer_of_worker = cache(load_tokenizer)
 
 
-def tokenize_shards(jobs: list[Job], tokenizer: TextTokenizer, folder: Path, workers: int, count: Count) -> None:
+def tokenize_shards(
+    jobs: list[Job], tokenizer: TextTokenizer, folder: Path, workers: int, count: Callable[..., None]
+) -> None:
     """Do all `jobs`; `folder` holds the tokenizer for the workers."""
     if len(jobs) <= 1 or workers <= 1:
         for job in jobs:
-            tokenize_shard(job, tokenizer, 4 * PIECE, count)  # one process has all cores
+            for counts in tokenize_shard(job, tokenizer, 4 * PIECE):  # one process has all cores
+                count(*counts)
         return
-    waiting, team = jobs[::-1], _start(folder, min(workers, len(jobs)))
-    busy = set(team)
+    context, others = multiprocessing.get_context("spawn"), multiprocessing.active_children()
+    team = ProcessPoolExecutor(min(workers, len(jobs)), context, _begin)
+    main = sys.modules["__main__"]
     try:
-        while busy:
-            for pipe in cast(list[Connection], wait(busy)):
-                answer = pipe.recv()
-                if isinstance(answer, Exception):
-                    raise answer
-                if answer is not None:
-                    count(*answer)
-                elif waiting:
-                    pipe.send(waiting.pop())
-                else:
-                    busy.remove(pipe)
-    except (EOFError, ConnectionError) as error:
+        sys.modules["__main__"] = ModuleType("__main__")  # workers do not run the user's script, which may prepare, too
+        results = [team.submit(_work, job, folder) for job in jobs]
+        for done in as_completed(results):
+            count(*done.result())
+    except BrokenProcessPool as error:
         raise RuntimeError("a tokenizing process was ended (out of memory?)") from error
     finally:
-        for process in team.values():
-            process.kill()
-            process.join()
-
-
-def _start(folder: Path, size: int) -> dict[Connection, multiprocessing.context.SpawnProcess]:
-    """`size` workers, and a pipe to each."""
-    context, main, before = multiprocessing.get_context("spawn"), sys.modules["__main__"], dict(os.environ)
-    team = {}
-    try:
-        os.environ.update(OF_A_WORKER)
-        sys.modules["__main__"] = ModuleType("__main__")  # workers do not run the user's script, which may prepare, too
-        for _ in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_work, args=(theirs, folder), daemon=True)
-            process.start()
-            theirs.close()  # so that a worker's end closes with it
-            team[ours] = process
-        return team
-    finally:
         sys.modules["__main__"] = main
-        for name in OF_A_WORKER:
-            os.environ.pop(name)
-        os.environ.update(before)
+        for process in multiprocessing.active_children():
+            if process not in others:
+                process.kill()
+        team.shutdown(cancel_futures=True)
 
 
-def _work(pipe: Connection, folder: Path) -> None:
-    """A worker: says with None that it is idle, and does a job, again and again until it is ended."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent decides
-    try:
-        tokenizer = load_tokenizer(folder)
-        while True:
-            pipe.send(None)
-            tokenize_shard(pipe.recv(), tokenizer, PIECE, lambda *counts: pipe.send(counts))
-    except (EOFError, ConnectionError):
-        os._exit(1)  # the parent is gone, and with it whoever would read a message
-    except (UserError, OSError) as error:
-        pipe.send(error)
-    except Exception:
-        pipe.send(RuntimeError(traceback.format_exc()))
+def _begin() -> None:
+    """Start a worker of one thread, which ends with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the parent decides
+    os.environ |= {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
-def tokenize_shard(job: Job, tokenizer: TextTokenizer, batch: int, count: Count) -> None:
-    """Write the token file of one shard, `batch` characters at a time."""
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _work(job: Job, folder: Path) -> Counts:
+    *_, last = tokenize_shard(job, tokenizer_of_worker(folder), PIECE)
+    return last
+
+
+def tokenize_shard(job: Job, tokenizer: TextTokenizer, batch: int) -> Iterator[Counts]:
+    """Write the token file of one shard, `batch` characters at a time; the counts after each."""
     target, shard = job
     end = np.array([] if tokenizer.end_of_document is None else [tokenizer.end_of_document], dtype=np.int64)
     size = skipped = 0  # bytes of text, in UTF-8; rows without text
     with TokenWriter(target, dtype_for(tokenizer.vocab_size)) as writer:
         for gathered in _batches(pieces(shard, tokenizer.cut), batch):
-            encoded = iter(_encoded(gathered, tokenizer, shard))
-            for _, before, text in gathered:
+            encoded = iter(_encoded(gathered, tokenizer, shard, writer.documents + skipped))
+            for before, text in gathered:
                 if text is not None:
                     size += len(text) if text.isascii() else len(text.encode())
                     writer.add(next(encoded))
@@ -122,19 +110,18 @@ def tokenize_shard(job: Job, tokenizer: TextTokenizer, batch: int, count: Count)
                     writer.end_document()
                 else:
                     skipped += 1
-            count(target, size, writer.documents, writer.tokens)
+            yield target, size, writer.documents, writer.tokens
         found = {"bytes": size, "documents": writer.documents, "tokens": writer.tokens, "skipped_documents": skipped}
         writer.finish(found)
-    count(target, max(size, shard.size), writer.documents, writer.tokens)  # what is not text is done with, too
+    yield target, max(size, shard.size), writer.documents, writer.tokens  # what is not text is done with, too
 
 
 def _batches(found: Iterable[str | None], characters: int) -> Iterator[list[Piece]]:
-    """The pieces, gathered until they have so many characters."""
-    gathered: list[Piece] = []
-    document, before, held = 0, "", 0
+    """The pieces, gathered until they have this many characters."""
+    gathered, before, held = list[Piece](), "", 0
     for text in found:
-        gathered.append((document, before, text))
-        document, before = (document + 1, "") if text is None else (document, text[-CONTEXT:])
+        gathered.append((before, text))
+        before = "" if text is None else text[-CONTEXT:]
         held += OF_A_PIECE + len(text or "")
         if held >= characters:
             yield gathered
@@ -142,17 +129,93 @@ def _batches(found: Iterable[str | None], characters: int) -> Iterator[list[Piec
     yield gathered
 
 
-def _encoded(gathered: list[Piece], tokenizer: TextTokenizer, shard: Shard) -> list[IntArray]:
-    """The ids of all pieces of text; UserError with the place of the first that the tokenizer refuses."""
-    found = [(document, before, text) for document, before, text in gathered if text is not None]
+def _encoded(gathered: list[Piece], tokenizer: TextTokenizer, shard: Shard, document: int) -> list[IntArray]:
+    """The ids of all pieces of text, of which the first belongs to this document of the shard; UserError with the place
+    of the first that the tokenizer refuses."""
+    found = [(before, text) for before, text in gathered if text is not None]
     try:
-        return tokenizer.encode_many([text for *_, text in found], [before for _, before, _ in found])
+        return tokenizer.encode_many([text for _, text in found], [before for before, _ in found])
     except UserError:
-        for document, before, text in found:
+        for before, text in gathered:
             try:
-                tokenizer.encode_many([text], [before])
+                tokenizer.encode_many([text or ""], [before])
             except UserError as error:
                 path = shard.paths[document if shard.kind == "text" else 0]
                 place = f"{path}: document {document + 1:,}" + (f" from {shard.start:,} on" if shard.start else "")
                 raise UserError([replace(it, rule=f"{it.rule}, in {place}") for it in error.problems]) from error
+            document += text is None
         raise
+
+
+class TokenWriter(AbstractContextManager["TokenWriter"]):
+    """Writes a new PREFIX.bin and PREFIX.idx: `add` tokens, `end_document`, and at the end `finish`. In a `with`, it
+    leaves nothing of a file that an error has ended."""
+
+    def __init__(self, prefix: Path, dtype: np.dtype[Any], longest: int = LONGEST) -> None:
+        self.prefix, self.dtype, self.longest = prefix, dtype, longest
+        self.tokens = 0
+        self._open = 0  # tokens of the document that is being written
+        self._lengths, self._boundaries = array("i"), array("q", [0])
+        with_suffix(prefix, ".idx").unlink(missing_ok=True)
+        self._data = with_suffix(prefix, ".bin").open("wb")
+        self.hash = xxhash.xxh3_128()
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is not None:
+            with_suffix(self.prefix, ".bin").unlink(missing_ok=True)
+            self._data.close()
+
+    @property
+    def documents(self) -> int:
+        return len(self._boundaries) - 1
+
+    def add(self, tokens: npt.NDArray[Any]) -> None:
+        """Append tokens [n] to the open document."""
+        if np.any(tokens > np.iinfo(self.dtype).max):  # no assert: python -O would cut the ids
+            raise ValueError(f"{self.prefix.name}: token id {tokens.max()} does not fit {self.dtype}")
+        self._write(tokens.astype(self.dtype, copy=False))
+        self._open += len(tokens)
+
+    def end_document(self) -> None:
+        """Close the open document."""
+        while self._open > self.longest:
+            self._lengths.append(self.longest)
+            self._open -= self.longest
+        self._lengths.append(self._open)
+        self._boundaries.append(len(self._lengths))
+        self._open = 0
+
+    def append(self, file: TokenFile) -> None:
+        """All documents of a file of the same dtype."""
+        assert file.tokens.dtype == self.dtype, (file.tokens.dtype, self.dtype)
+        for start in range(0, len(file.tokens), COPY):
+            self._write(file.tokens[start : start + COPY])
+        self._boundaries.frombytes((file.boundaries[1:] + len(self._lengths)).tobytes())
+        self._lengths.frombytes(file.lengths.tobytes())
+
+    def finish(self, facts: dict[str, Any]) -> None:
+        """Make the file visible, with `facts` in PREFIX.json."""
+        assert self._open == 0, "finish inside a document"
+        lengths, pointers = np.array(self._lengths, dtype="<i4"), np.zeros(len(self._lengths), dtype="<i8")
+        np.cumsum(lengths[:-1].astype(np.int64) * self.dtype.itemsize, out=pointers[1:])
+        header = HEADER.pack(MAGIC, 1, CODES[self.dtype], len(lengths), len(self._boundaries))
+        with self._data:
+            self._data.flush()
+            os.fsync(self._data.fileno())
+        write_atomically(with_suffix(self.prefix, ".json"), json.dumps(facts, indent=1).encode())
+        parts = (lengths, pointers, np.array(self._boundaries, dtype="<i8"))
+        write_atomically(with_suffix(self.prefix, ".idx"), b"".join([header, *(part.tobytes() for part in parts)]))
+
+    def _write(self, tokens: npt.NDArray[Any]) -> None:
+        self.hash.update(tokens.data)
+        self._data.write(tokens.data)
+        self.tokens += len(tokens)
+
+
+def join(files: Iterable[TokenFile], prefix: Path, dtype: np.dtype[Any], facts: dict[str, Any]) -> None:
+    """PREFIX holds the documents of all `files` (of this dtype) in order; `facts` and a hash go to PREFIX.json. `files`
+    may open each file when it is asked for: none is kept."""
+    with TokenWriter(prefix, dtype) as writer:
+        for file in files:
+            writer.append(file)
+        writer.finish(facts | {"xxh3_128": writer.hash.hexdigest()})

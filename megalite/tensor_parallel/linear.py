@@ -34,7 +34,7 @@ from megalite.tensor_parallel.collectives import (
 )
 from megalite.tensor_parallel.deferred import DeferredWork
 
-MIN_SUMMED = 8  # sequences: partial sums of fewer cost what reading a gradient again does
+PARTIAL_SUMS = 32  # of a gradient's rows: enough columns for all of a GPU, read at its full speed
 
 
 def linear(
@@ -150,10 +150,11 @@ def _weight_gradient(grad: Tensor, x: Tensor, main_grad: Tensor | None) -> Tenso
 
 def _bias_gradient(grad: Tensor, *, before_activation: bool) -> Tensor:
     """The sum over all but the last dim of grad [..., n], for example [s, b, n]."""
-    if before_activation and torch.compiler.is_compiling() and grad.dim() == 3 and grad.shape[1] >= MIN_SUMMED:
-        # Inductor makes the sums over b in the very pass that writes the gradient; it cannot make those over s * b.
-        return grad.sum(1, dtype=statistics_dtype(grad.dtype)).sum(0).to(grad.dtype)
-    return grad.flatten(0, -2).sum(0)
+    rows = grad.flatten(0, -2)
+    if before_activation and torch.compiler.is_compiling() and len(rows) % PARTIAL_SUMS == 0:
+        partial_sums = rows.view(-1, PARTIAL_SUMS, rows.shape[1]).sum(0, dtype=statistics_dtype(grad.dtype))
+        return partial_sums.sum(0).to(grad.dtype)
+    return rows.sum(0)
 
 
 @torch.library.custom_op("megalite::copy_after", mutates_args=())

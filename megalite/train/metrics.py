@@ -149,7 +149,7 @@ class Meter:
         log.event("ranks", step, memory_gib=memory, compute_s=compute)
         if len(self._own_s) < FEWEST:
             return
-        stages = [context.layout.dense.coordinates(rank)["pp"] for rank in range(context.world_size)]
+        stages = [context.layout.coordinates(rank)["pp"] for rank in range(context.world_size)]
         for rank, times in stragglers(compute, stages).items():
             share = (
                 compute[rank] * (1 - 1 / times) / statistics.median(self._whole_s)

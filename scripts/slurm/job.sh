@@ -148,7 +148,7 @@ ranks_per_node=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-1}}
 read -r -a srun_options <<<"${SRUN_OPTIONS-}"
 read -r -a run_in <<<"${RUN_IN-}"
 
-# Of more nodes than the run needs, $TRAIN_NODES train: the best by the preflight.
+# Where there are more nodes than the run needs, the best $TRAIN_NODES by the preflight train.
 if [ -n "${TRAIN_NODES-}" ]; then
     folder=runs/of-this-job # of which the parent holds the checkpoints
     for word in "$@"; do [[ $word != run_dir=* ]] || folder=${word#run_dir=}; done

@@ -117,7 +117,7 @@ ROWS = [
     Row(
         "a disk without room for a checkpoint",
         "run_dir=run",
-        ["run_dir='", "/run': a checkpoint needs about", "KiB, 1.0 KiB are free in", "make room", "another disk"],
+        ["run_dir='", "/run': a checkpoint needs about", "MiB, 0.0 MiB are free", "make room", "another disk"],
         full_disk,
     ),
     Row(

@@ -1,20 +1,17 @@
 """A damaged checkpoint is never loaded: it is reported and set aside, and the one before is used."""
 
 import ast
-import json
 import os
 import random
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megalite.checkpoint import manifest as manifests
 from megalite.checkpoint import reading
-from megalite.checkpoint.manifest import Manifest, StoredBox, StoredTensor
+from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.reading import Found, newest
 from megalite.checkpoint.store import save
 from megalite.errors.problems import UserError
@@ -34,7 +31,7 @@ def two_steps(tmp_path: Path) -> Path:
 
 
 def rewrite_manifest(checkpoint: Path, change: Callable[[Manifest], Manifest]) -> None:
-    """Change what the manifest says, with the right hash behind it, as a forger or a bug of ours would."""
+    """Change the manifest, with the right hash behind it, as a forger or a bug of ours would."""
     path = checkpoint / "manifest.json"
     path.write_bytes(change(Manifest.parse(path.read_bytes(), checkpoint)).render())
 
@@ -109,26 +106,9 @@ def take_data_of_the_step_before(checkpoint: Path) -> None:
     shutil.copy(checkpoint.with_name("step-00000001") / DATA, checkpoint)
 
 
-def swap_files(checkpoint: Path) -> None:
-    os.rename(checkpoint / "state.json", checkpoint / "kept")
-    os.rename(checkpoint / DATA, checkpoint / "state.json")
-    os.rename(checkpoint / "kept", checkpoint / DATA)
-
-
 def copy_the_step_before_under_this_name(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint)
     shutil.copytree(checkpoint.with_name("step-00000001"), checkpoint)
-
-
-def link_to_elsewhere(checkpoint: Path) -> None:
-    outside = checkpoint.parent.parent / "outside"
-    shutil.move(checkpoint / DATA, outside)
-    (checkpoint / DATA).symlink_to(outside)
-
-
-def reformat_the_manifest(checkpoint: Path) -> None:
-    path = checkpoint / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text())))
 
 
 def fill_the_manifest_with_rubbish(checkpoint: Path) -> None:
@@ -136,15 +116,12 @@ def fill_the_manifest_with_rubbish(checkpoint: Path) -> None:
 
 
 DAMAGES: dict[Callable[[Path], None], str] = {
-    truncate: "rank-00000.safetensors has 1,000 bytes where",
+    truncate: "rank-00000.safetensors is damaged",
     lose_the_data: "rank-00000.safetensors cannot be read: No such file",
     lose_the_manifest: "manifest.json cannot be read: No such file",
     lose_the_state: "state.json cannot be read: No such file",
     take_data_of_the_step_before: "rank-00000.safetensors is damaged",
-    swap_files: "state.json is damaged",
     copy_the_step_before_under_this_name: "it says that it is step 1",
-    link_to_elsewhere: "rank-00000.safetensors cannot be read: Too many",
-    reformat_the_manifest: "its hash does not match",
     fill_the_manifest_with_rubbish: "manifest.json or state.json is damaged",
 }
 
@@ -163,44 +140,6 @@ def test_the_one_before_is_used_and_the_damage_told(
     assert report.endswith(f"; kept as {aside}")
     assert load(newest(two_steps, SINGLE, no_report)) == 1
     assert save(two_steps, 2, whole(values(2)), {}, SINGLE, keep=2).path.name == "step-00000002"
-
-
-def with_box(manifest: Manifest, **changes: Any) -> Manifest:
-    """The manifest with another box of `scale`."""
-    scale = manifest.tensors["scale"]
-    return replace(
-        manifest, tensors={**manifest.tensors, "scale": scale._replace(boxes=[scale.boxes[0]._replace(**changes)])}
-    )
-
-
-WHOLE = StoredBox(DATA, 8, (0,), (4,))
-FORGED: dict[str, Callable[[Manifest], Manifest]] = {
-    **{
-        f"names {name!r}, which is not a file of the checkpoint's own": lambda found, name=name: replace(  # type: ignore[misc]
-            found, files={**found.files, name: found.files[DATA]}
-        )
-        for name in ("../outside", "/etc/passwd", "..", "a/b", "")
-    },
-    "scale does not lie within 'elsewhere'": lambda found: with_box(found, file="elsewhere"),
-    "scale does not lie within 'rank": lambda found: with_box(found, start=found.files[DATA].size - 7),
-    "scale does not lie within": lambda found: with_box(found, start=-1),
-    "the parts of scale are not": lambda found: with_box(found, offsets=(0,), sizes=(1,)),
-    "the parts of w are not": lambda found: replace(found, tensors={"w": StoredTensor("F32", (8,), [WHOLE])}),
-    "the parts of v are not": lambda found: replace(found, tensors={"v": StoredTensor("F32", (4,), [WHOLE, WHOLE])}),
-    "w has the unknown dtype": lambda found: replace(found, tensors={"w": StoredTensor("F1", (4,), [WHOLE])}),
-    "does not list state.json": lambda found: replace(found, files={DATA: found.files[DATA]}),
-    "StoredBox.__new__() missing": lambda found: replace(found, tensors={"w": ("F32", (4,), [(0,)])}),  # type: ignore[dict-item]
-}
-
-
-@pytest.mark.parametrize(("reason", "forge"), FORGED.items(), ids=FORGED)
-def test_a_manifest_is_checked_before_anything_follows_it(
-    two_steps: Path, reason: str, forge: Callable[[Manifest], Manifest]
-) -> None:
-    rewrite_manifest(two_steps / "step-00000002", forge)
-    reports: list[str] = []
-    assert load(newest(two_steps, SINGLE, reports.append)) == 1
-    assert reason in reports[0]
 
 
 def test_if_all_are_damaged_the_run_is_refused_and_nothing_renamed(two_steps: Path) -> None:
@@ -240,21 +179,30 @@ def test_only_exact_names_of_folders_are_checkpoints(two_steps: Path) -> None:
     assert files_below(two_steps) == before
 
 
-def test_a_link_to_a_checkpoint_is_followed_one_to_another_step_is_damage_and_one_to_nothing_is_refused(
-    two_steps: Path,
-) -> None:
+def test_a_link_to_a_checkpoint_is_followed_and_one_to_another_step_is_damage(two_steps: Path) -> None:
     link, elsewhere = two_steps / "step-00000002", two_steps.with_name("elsewhere")
     link.rename(elsewhere)
     link.symlink_to(elsewhere)
     assert load(newest(two_steps, SINGLE, no_report)) == 2
-    elsewhere.rename(elsewhere.with_name("not mounted"))
-    with pytest.raises(UserError, match=r"a link to .*elsewhere, and nothing is there\n.*mount its disk, or delete"):
-        newest(two_steps, SINGLE, no_report)
     link.unlink()
     link.symlink_to("step-00000001")
-    told = list[str]()
-    assert load(newest(two_steps, SINGLE, told.append)) == 1
-    assert "it says that it is step 1" in told[0]
+    reports = list[str]()
+    assert load(newest(two_steps, SINGLE, reports.append)) == 1
+    assert "it says that it is step 1" in reports[0]
+
+
+def test_one_that_cannot_be_renamed_is_passed_over_all_the_same(
+    two_steps: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_the_data(two_steps / "step-00000002")
+
+    def refuse(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "rename", refuse)
+    reports = list[str]()
+    assert load(newest(two_steps, SINGLE, reports.append)) == 1
+    assert reports[0].endswith("; not renamed: Read-only file system")
 
 
 def test_a_step_that_a_person_names_is_read_or_refused(two_steps: Path) -> None:
@@ -274,20 +222,12 @@ def newest_of_ranks(context: ParallelContext, folder: Path) -> tuple[int, list[s
     return load(found), reports
 
 
-def test_ranks_share_the_verification_and_reach_one_decision(tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        run_ranks(save_step, 2, tmp_path, step)
-    for step in (2, 3):
-        path = tmp_path / f"step-0000000{step}" / "rank-00001.safetensors"
-        path.write_bytes(flipped(path.read_bytes(), 8 * 700))
-    (first, reports), (second, silence) = run_ranks(newest_of_ranks, 2, tmp_path)
+def test_ranks_share_the_verification_and_reach_one_decision(two_steps: Path) -> None:
+    lose_the_data(two_steps / "step-00000002")
+    (first, reports), (second, silence) = run_ranks(newest_of_ranks, 2, two_steps)
     assert first == second == 1
-    assert [report[:24] for report in reports] == ["checkpoint step-00000003", "checkpoint step-00000002"]
+    assert [report[:24] for report in reports] == ["checkpoint step-00000002"]
     assert silence == []
-
-
-def save_step(context: ParallelContext, folder: Path, step: int) -> None:
-    save(folder, step, cut("flat", values(step), context.rank, 2), {"step": step}, context, keep=9)
 
 
 def test_no_module_reads_pickles() -> None:

@@ -34,16 +34,6 @@ def test_boxes_hold_the_flat_range_in_order_and_nothing_else(case: tuple[int, in
     assert len(boxes(*case)) <= max(1, 2 * len(shape) - 1)
 
 
-def test_a_range_through_the_middle_of_a_cube_needs_all_five_boxes() -> None:
-    assert [box[:2] for box in boxes(1 + 4 + 16, 64 - 16 - 4 - 1, (4, 4, 4))] == [
-        ((1, 1, 1), (1, 1, 3)),
-        ((1, 2, 0), (1, 2, 4)),
-        ((2, 0, 0), (1, 2, 4)),
-        ((2, 2, 0), (1, 1, 3)),
-    ]
-    assert len(boxes(1, 63, (4, 4, 4))) == 5
-
-
 @st.composite
 def cut_tensors(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...], tuple[int, ...]]]]:
     """A tensor and the boxes of all ranks of some ZeRO-1 layout of it, in any order."""
@@ -69,20 +59,6 @@ def test_the_ranks_of_any_flat_layout_tile_the_tensor_until_a_part_is_lost_doubl
         offsets, sizes = parts[index]
         moved = tuple(at + (here == dim) for here, at in enumerate(offsets))
         assert not is_tiled(shape, [*lost, (moved, sizes)])
-
-
-@given(SHAPES.filter(bool), st.lists(st.tuples(*[st.integers(-1, 5)] * 4), max_size=4))
-def test_tiling_is_what_counting_says(shape: tuple[int, ...], numbers: list[tuple[int, ...]]) -> None:
-    """Against a count of the parts that hold each place, for parts of the first two dimensions."""
-    whole = shape[:2]
-    parts = [(part[: len(whole)], part[2 : 2 + len(whole)]) for part in numbers]
-    count = torch.zeros([size + 12 for size in whole], dtype=torch.int64)
-    for offsets, sizes in parts:
-        count[tuple(slice(at + 1, at + 1 + max(size, 0)) for at, size in zip(offsets, sizes, strict=True))] += 1
-    wanted = torch.zeros_like(count)
-    wanted[tuple(slice(1, 1 + size) for size in whole)] = 1
-    sound = all(size >= 0 for _, sizes in parts for size in sizes)
-    assert is_tiled(whole, parts) == (sound and torch.equal(count, wanted))
 
 
 @pytest.mark.parametrize("part", [((0,), (3,)), ((0, 0), (3,)), ((-1, 0), (2, 2)), ((2, 2), (-2, -2))])

@@ -24,7 +24,7 @@ def test_a_checkpoint_needs_room_where_the_disk_tells(
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=total, free=999))
     require_room(tmp_path / "later", 999)
     if total:
-        with pytest.raises(UserError, match=r"about 1000 bytes, 999 bytes are free[\s\S]*a folder on another disk"):
+        with pytest.raises(UserError, match=r"about 0.0 MiB, 0.0 MiB are free[\s\S]*a folder on another disk"):
             require_room(tmp_path, 1000)
     else:
         require_room(tmp_path, 1000)

@@ -10,7 +10,7 @@ from megalite.checkpoint.pieces import Piece
 from megalite.checkpoint.reading import newest
 from megalite.checkpoint.store import save
 from megalite.launch.context import ParallelContext
-from tests.checkpoint.samples import SINGLE, blank, equal, flat_shards, no_report, whole
+from tests.checkpoint.samples import SINGLE, blank, cut, equal, flat_shards, no_report, whole
 from tests.ranks import run_ranks
 
 COUNTERS = Path("/proc/self/io")
@@ -34,9 +34,9 @@ def bytes_of(pieces: list[Piece]) -> int:
     return sum(piece.tensor.nbytes for piece in pieces)
 
 
-def save_share(context: ParallelContext, folder: Path) -> tuple[int, int]:
+def save_share(context: ParallelContext, folder: Path, layout: str = "flat") -> tuple[int, int]:
     """Bytes of this rank's pieces, and bytes that it wrote."""
-    pieces = flat_shards(large_and_small(), context.rank, context.world_size)
+    pieces = cut(layout, large_and_small(), context.rank, context.world_size)
     before = counted("wchar")
     save(folder, 1, pieces, {}, context, keep=1)
     return bytes_of(pieces), counted("wchar") - before
@@ -60,6 +60,13 @@ def read_share(context: ParallelContext, folder: Path) -> tuple[int, int]:
 def test_each_rank_writes_its_own_pieces(tmp_path: Path) -> None:
     for own, written in run_ranks(save_share, 4, tmp_path):
         assert own < written < 1.05 * own
+
+
+@needs_counters
+def test_what_all_ranks_hold_is_written_once_and_by_several_of_them(tmp_path: Path) -> None:
+    found = run_ranks(save_share, 4, tmp_path, "replicas")
+    assert found[0][0] < sum(written for _, written in found) < 1.05 * found[0][0]
+    assert min(written for _, written in found) > 90 * 700 * 4
 
 
 @needs_counters

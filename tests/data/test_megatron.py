@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import math
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +12,8 @@ import pytest
 from megalite.config.schema import Config
 from megalite.data.open import open_data
 from megalite.data.token_file import TokenFile, verify
-from megalite.errors.problems import UserError
 from megalite.prepare.prepare import prepare
-from megalite.prepare.token_writer import TokenWriter, join
+from megalite.prepare.tokenizing import TokenWriter, join
 from tests.data.megatron.oracle import CASES, FIXTURES, HERE, IDS, Case
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +36,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in IDS:
         write_here(CASES[name], folder / name)
     write_here(CASES["several"], folder / "cut", longest=2)
-    join([TokenFile.open(folder / name) for name in ("int32", "cut")], folder / "joined", {})
+    join([TokenFile.open(folder / name) for name in ("int32", "cut")], folder / "joined", np.dtype("int32"), {})
     return folder
 
 
@@ -57,9 +55,9 @@ def megatron(ours: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path
 def assert_holds(file: TokenFile, case: Case) -> None:
     """What we find in a file is the case."""
     assert file.tokens.dtype == np.dtype(case.dtype)
-    assert file.tokens[:].tolist() == case.tokens
-    assert file.lengths[:].tolist() == [len(sequence) for sequence in case.sequences]
-    assert file.boundaries[:].tolist() == case.boundaries
+    assert file.tokens.tolist() == case.tokens
+    assert file.lengths.tolist() == [len(sequence) for sequence in case.sequences]
+    assert file.boundaries.tolist() == case.boundaries
     assert file.document_starts(-1, len(file.tokens)) == starts(case)
 
 
@@ -106,46 +104,18 @@ def test_what_we_write_is_read_by_megatron(ours: Path, megatron: tuple[Path, dic
 
 def test_files_that_megatron_joined_are_those_that_we_join(megatron: tuple[Path, object], tmp_path: Path) -> None:
     theirs = megatron[0]
-    join([TokenFile.open(theirs / name) for name in ("int32", "several")], tmp_path / "joined", {})
+    join([TokenFile.open(theirs / name) for name in ("int32", "several")], tmp_path / "joined", np.dtype("int32"), {})
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"joined{suffix}").read_bytes() == (theirs / f"joined{suffix}").read_bytes()
 
 
-@pytest.mark.parametrize("name", ["float32", "float64"])
-@pytest.mark.parametrize("wrong", [2.5, math.nan, math.inf, -1.0])
-def test_numbers_that_are_no_ids_are_refused(name: str, wrong: float, tmp_path: Path, config: Config) -> None:
-    writer = TokenWriter(tmp_path / "numbers", np.dtype(name))
-    writer.add(np.array([1, 2, wrong, 4]))
-    writer.end_document()
-    writer.finish({})
-    config.data.source, config.tokenizer, config.data.path = "tokens", "bpe", [str(tmp_path / "numbers")]
-    config.data.validation_fraction, config.train.seq_length, config.model.vocab_size = 0.0, 3, 300
-    said = rf"numbers\.bin.*token id {wrong} .*outside the vocabulary of 300"
-    with pytest.raises(UserError, match=said):
-        open_data(config, prepare(config)).train.read(np.arange(1))
-    with pytest.raises(UserError, match=said):
-        verify(tmp_path / "numbers", 300)
-
-
-def test_floats_are_too_narrow_where_they_skip_ids(tmp_path: Path, config: Config) -> None:
-    write_here(CASES["float32"], tmp_path / "numbers")
-    config.data.source, config.tokenizer, config.data.path = "tokens", "bpe", [str(tmp_path / "numbers")]
-    config.data.validation_fraction, config.train.seq_length = 0.0, 2
-    facts = tmp_path / "numbers.json"
-    facts.write_text(json.dumps({"vocab_size": 2**24 + 1}))
-    open_data(config, prepare(config))
-    facts.write_text(json.dumps({"vocab_size": 2**24 + 2}))
-    with pytest.raises(UserError, match="float32 ids, up to 16,777,216"):
-        open_data(config, prepare(config))
-
-
 def test_files_of_several_dtypes_blend(megatron: tuple[Path, object], config: Config) -> None:
     config.data.source, config.tokenizer = "tokens", "bpe"
-    config.data.path = [str(megatron[0] / name) for name in ("uint8", "float32", "several")]
+    config.data.path = [str(megatron[0] / name) for name in ("uint8", "int64", "several")]
     config.data.validation_fraction, config.train.seq_length, config.model.vocab_size = 0.0, 2, 2**63
     data = open_data(config, prepare(config))
     rows, parts, _ = data.train.read(np.arange(data.train.without_repeats()))
     assert set(parts.tolist()) == {0, 1, 2}
-    held = [CASES[name].tokens for name in ("uint8", "float32", "several")]
+    held = [CASES[name].tokens for name in ("uint8", "int64", "several")]
     for row, part in zip(rows.tolist(), parts, strict=True):
         assert any(held[part][at : at + 3] == row for at in range(len(held[part])))

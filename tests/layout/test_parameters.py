@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.checkpoint.pieces import is_tiled
-from megalite.layout.parameters import ParameterRecord, Shard, ShardBox, Split, is_counted, is_held, shard
+from megalite.layout.parameters import ParameterRecord, ShardBox, Split, is_counted, is_held, shard
+from megalite.layout.stages import StageSettings, stage_layers
 from tests.layout.shards import cut
 
 WORD = ParameterRecord("embedding.word.weight", (128, 8), "normal", 0.02, True, split=Split(0, uneven=True))
@@ -69,12 +70,6 @@ def test_replicas_are_consecutive_ranks_and_the_first_counts(case: tuple[Paramet
         assert {replace(copy, counted=True) for _, copy in held} == {box}
 
 
-def test_what_is_not_split_is_whole_on_every_rank_and_counted_on_the_first() -> None:
-    assert shard(NORM, 4, 0) == Shard((8,), (ShardBox((0,), (8,), (0,), replicas=4),))
-    assert shard(NORM, 4, 3) == Shard((8,), (ShardBox((0,), (8,), (0,), replicas=4, counted=False),))
-    assert shard(NORM, 1, 0).boxes[0].counted
-
-
 def test_ranks_that_share_a_group_divide_its_queries_and_each_hold_its_key_and_value() -> None:
     qkv = ParameterRecord("qkv", (2, 8 + 2, 10, 24), "normal", 0.02, True, split=GROUPS)
     parts = [shard(qkv, 4, index) for index in range(4)]
@@ -108,10 +103,10 @@ def test_sizes_that_do_not_divide_are_no_shard(shape: tuple[int, ...], split: Sp
 
 
 def test_a_stage_holds_its_layers_and_its_ends() -> None:
+    stages = stage_layers(StageSettings(5, 3, layout="E|ttt|ttL"))
+
     def holders(place: int | tuple) -> list[bool]:
-        record = replace(NORM, place=place)
-        stages = [(range(0), True, False), (range(3), False, False), (range(3, 5), False, True)]
-        return [is_held(record, layers, embedding=embedding, loss=loss) for layers, embedding, loss in stages]
+        return [is_held(replace(NORM, place=place), stage) for stage in stages]
 
     assert holders(0) == holders(2) == [False, True, False]
     assert holders(3) == holders(("loss",)) == [False, False, True]

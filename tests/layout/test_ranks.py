@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, ParallelLayout, RankGenerator, pipeline_strides
+from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, ParallelLayout, strides_of
 
 
 def pairs(distance: int, firsts: list[int]) -> list[list[int]]:
@@ -25,12 +25,11 @@ def test_sixteen_ranks_tp2_pp4() -> None:
 
 def test_sixteen_ranks_etp1_pp2_ep4_edp2() -> None:
     layout = ParallelLayout(tp=4, dp=2, pp=2, etp=1, ep=4)
-    assert layout.edp == 2
+    assert layout.sizes["edp"] == 2
     assert layout.groups("etp") == [[rank] for rank in range(16)]
     assert layout.groups("ep") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     assert layout.groups("edp") == pairs(4, [0, 1, 2, 3, 8, 9, 10, 11])
-    assert layout.expert is not None
-    assert layout.expert.groups("pp") == layout.groups("pp") == pairs(8, [0, 1, 2, 3, 4, 5, 6, 7])
+    assert layout.groups("pp") == pairs(8, [0, 1, 2, 3, 4, 5, 6, 7])
 
 
 def test_sixteen_ranks_with_context_parallelism_and_folded_experts() -> None:
@@ -44,12 +43,6 @@ def test_sixteen_ranks_with_context_parallelism_and_folded_experts() -> None:
     assert layout.groups("ep") == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]
     assert layout.groups("edp") == pairs(4, [0, 1, 2, 3, 8, 9, 10, 11])
     assert layout.groups("etp-ep-pp") == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
-
-
-def test_pipelines_inside_data_parallelism() -> None:
-    layout = ParallelLayout(tp=2, dp=2, pp=2, order="tp-cp-ep-pp-dp")
-    assert layout.groups("pp") == pairs(2, [0, 1, 4, 5])
-    assert layout.groups("dp") == pairs(4, [0, 1, 2, 3])
 
 
 def test_an_axis_that_the_order_leaves_out_has_one_position() -> None:
@@ -72,23 +65,16 @@ def layouts(draw: st.DrawFn) -> ParallelLayout:
     etp = draw(st.sampled_from([size for size in range(1, rest + 1) if rest % size == 0]))
     ep = draw(st.sampled_from([size for size in range(1, rest // etp + 1) if rest // etp % size == 0]))
     sizes = {"tp": tp, "cp": cp, "dp": dp, "pp": pp, "etp": etp, "ep": ep, "edp": rest // etp // ep}
-    dense, expert = pipeline_strides(order, sizes)
+    dense, expert = (strides_of(order, sizes, axes)["pp"] for axes in (DENSE_AXES, EXPERT_AXES))
     if dense != expert:
         order = "-".join([*(axis for axis in order.split("-") if axis != "pp"), "pp"])
     return ParallelLayout(tp=tp, cp=cp, dp=dp, pp=pp, etp=etp, ep=ep, order=order)
 
 
-def axis_sets(layout: ParallelLayout) -> list[tuple[RankGenerator, tuple[str, ...]]]:
+def axis_sets(layout: ParallelLayout) -> list[tuple[str, ...]]:
     """Every set of axes of either numbering."""
-    numberings = [(layout.dense, DENSE_AXES)]
-    if layout.expert is not None:
-        numberings.append((layout.expert, EXPERT_AXES))
-    return [
-        (numbering, chosen)
-        for numbering, axes in numberings
-        for count in range(1, len(axes) + 1)
-        for chosen in combinations(axes, count)
-    ]
+    numberings = [DENSE_AXES, EXPERT_AXES] if layout.has_experts else [DENSE_AXES]
+    return [chosen for axes in numberings for count in range(1, 5) for chosen in combinations(axes, count)]
 
 
 @settings(deadline=None)
@@ -97,37 +83,34 @@ def test_the_groups_of_any_axes_partition_the_world_by_the_other_axes_and_ascend
     layout: ParallelLayout, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, layout.world_size - 1))
-    for numbering, axes in axis_sets(layout):
+    for axes in axis_sets(layout):
         name = "-".join(data.draw(st.permutations(axes)))
-        groups = numbering.groups(name)
-        assert groups == numbering.groups("-".join(axes))
+        groups = layout.groups(name)
         assert sorted(member for group in groups for member in group) == list(range(layout.world_size))
         assert all(group == sorted(group) for group in groups)
         assert [group[0] for group in groups] == sorted(group[0] for group in groups)
-        assert [numbering.group_of(rank, name)] == [group for group in groups if rank in group]
+        assert [layout.group_of(rank, name)] == [group for group in groups if rank in group]
+        numbering = DENSE_AXES if {*axes} <= {*DENSE_AXES} else EXPERT_AXES
         for group in groups:
-            others = {
-                tuple(at for axis, at in numbering.coordinates(member).items() if axis not in axes) for member in group
-            }
+            others = {tuple(layout.coordinates(member)[axis] for axis in {*numbering} - {*axes}) for member in group}
             assert len(others) == 1
 
 
 @settings(deadline=None)
 @given(layouts())
 def test_coordinates_are_a_bijection(layout: ParallelLayout) -> None:
-    for numbering in filter(None, (layout.dense, layout.expert)):
-        positions = [numbering.coordinates(rank) for rank in range(layout.world_size)]
-        assert len({tuple(position.items()) for position in positions}) == layout.world_size
-        places = [sum(at * numbering.strides[axis] for axis, at in position.items()) for position in positions]
-        assert places == list(range(layout.world_size))
+    for axes in (DENSE_AXES, EXPERT_AXES) if layout.has_experts else (DENSE_AXES,):
+        for rank in range(layout.world_size):
+            at = layout.coordinates(rank)
+            assert rank == sum(at[axis] * layout.strides[axis] for axis in axes)
+            assert all(0 <= at[axis] < layout.sizes[axis] for axis in axes)
 
 
 def test_all_groups_of_sixteen_thousand_ranks_take_less_than_a_second() -> None:
     begin = time.process_time()
     layout = ParallelLayout(tp=8, cp=2, dp=64, pp=16, etp=1, ep=64)
     assert layout.world_size == 16384
-    count = sum(len(numbering.groups("-".join(axes))) for numbering, axes in axis_sets(layout))
-    assert count > 30_000
+    assert sum(len(layout.groups("-".join(axes))) for axes in axis_sets(layout)) > 30_000
     assert time.process_time() - begin < 1
 
 
@@ -151,13 +134,3 @@ def test_all_groups_of_sixteen_thousand_ranks_take_less_than_a_second() -> None:
 def test_sizes_that_no_rule_would_have_let_through_are_our_own_mistake(sizes: dict[str, Any], said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         ParallelLayout(**sizes)
-
-
-@given(layouts())
-def test_strides_tell_whether_the_pipelines_are_the_same(layout: ParallelLayout) -> None:
-    sizes = {axis: dict(layout.dense.sizes)[axis] for axis in DENSE_AXES}
-    if layout.expert is not None:
-        expert = layout.expert
-        strides = pipeline_strides(layout.order, sizes | dict(expert.sizes))
-        assert strides == (layout.dense.strides["pp"], expert.strides["pp"])
-        assert layout.groups("pp") == expert.groups("pp")

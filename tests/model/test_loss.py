@@ -209,11 +209,13 @@ def test_compiled_it_is_the_same_without_a_copy_of_the_logits(case: Case) -> Non
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(
+    "case", [Case(), Case(compile=True), Case(compile=True, label_smoothing=0.1, z_loss=1e-2)], ids=str
+)
 @pytest.mark.parametrize(("dtype", "bound"), [(FP64, 1e-12), (FP32, 1e-4), (BF16, 2**-6), (FP16, 2**-9)])
-def test_cuda_equals_fp64_and_adds_into_the_main_grad(dtype: torch.dtype, bound: float, compiled: bool) -> None:
-    """Chunks of 128 and 48 tokens."""
-    case = Case(n=304, width=64, vocab=1000, padded=1024, chunk=128, main_grad=True, dtype=dtype, compile=compiled)
+def test_cuda_equals_fp64_and_adds_into_the_main_grad(dtype: torch.dtype, bound: float, case: Case) -> None:
+    """Chunks of 128 and 48 tokens. Compiled, all but fp64 is one kernel, which inductor does not write."""
+    case = replace(case, n=304, width=64, vocab=1000, padded=1024, chunk=128, main_grad=True, dtype=dtype)
     result, codes = run_and_get_code(partial(compute, case, device="cuda"))
-    assert len(codes) == 4 * compiled
+    assert len(codes) == 4 * (case.compile and dtype == FP64)
     assert_right(case, [result], bound, bound)

@@ -7,6 +7,7 @@ import torch
 
 from megalite.config.schema import ModelConfig
 from megalite.layout.parameters import ParameterRecord, is_counted, is_held
+from megalite.layout.stages import StageSettings, stage_layers
 from megalite.model.parameters import gpt_parameters, padded_vocabulary
 from tests.model.small import CPU, FAMILIES, gpt, small
 
@@ -99,17 +100,12 @@ def test_gradients_are_partial_where_a_rank_sees_a_part(config: ModelConfig, seq
 @pytest.mark.parametrize("tied", [True, False])
 def test_the_stages_hold_every_parameter_once_and_a_tied_embedding_twice(tied: bool) -> None:
     records = gpt_parameters(small(num_layers=6, **{**FAMILIES["gpt2"], "tie_embeddings": tied}))
-    stages = [
-        (range(0), True, False),
-        (range(4), False, False),
-        (range(4, 5), False, False),
-        (range(5, 6), False, True),
-    ]
+    stages = stage_layers(StageSettings(6, 4, layout="E|tttt|t|tL"))
     holders: Counter[str] = Counter()
     counters: Counter[str] = Counter()
-    for layers, embedding, loss in stages:
-        held = [record for record in records if is_held(record, layers, embedding=embedding, loss=loss)]
+    for stage in stages:
+        held = [record for record in records if is_held(record, stage)]
         holders.update(record.name for record in held)
-        counters.update(record.name for record in held if is_counted(record, embedding=embedding))
+        counters.update(record.name for record in held if is_counted(record, embedding=stage.embedding))
     assert counters == {record.name: 1 for record in records}
     assert holders == {**counters, "embedding.word.weight": 1 + tied}

@@ -66,7 +66,7 @@ def test_a_rank_keeps_the_state_of_its_experts(layout: ParallelLayout) -> None:
             kept.append(allocations.left)
             del training
     held = layers * more // layout.ep * 3 * H * F // (layout.etp or 1)
-    formula = held * (6 + 12 / layout.edp) + layers * more * H * (8 + 8 / layout.dp)
+    formula = held * (6 + 12 / layout.sizes["edp"]) + layers * more * H * (8 + 8 / layout.dp)
     assert formula == pytest.approx(kept[1] - kept[0], rel=0.05)
 
 

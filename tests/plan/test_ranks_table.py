@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.layout.ranks import DEFAULT_ORDER, ParallelLayout, RankGenerator, header_lines
+from megalite.layout.ranks import DEFAULT_ORDER, ParallelLayout, header_lines
 from megalite.layout.stages import StageSettings, stage_layers
 from megalite.plan.ranks import SETS, Groups, groups_of, json_lines, stage_lines, table_lines
 from tests.plan.laid_out import laid_out
@@ -86,14 +86,13 @@ def test_tables_read_back_are_the_json_which_is_the_groups(layout: ParallelLayou
 def test_header_says_the_sizes_and_the_neighbours_of_one_rank_without_listing_groups(
     layout: ParallelLayout, lines: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(RankGenerator, "groups")
+    monkeypatch.delattr(ParallelLayout, "groups")
     assert header_lines(layout) == lines
 
 
 def test_tables_and_json_of_sixteen_thousand_ranks_take_under_two_seconds() -> None:
     begin, groups = time.process_time(), groups_of(LARGE)
     assert sum(map(len, table_lines(groups, LARGE.world_size, 120))) > 1e6
-    assert len(json.loads("\n".join(json_lines(groups, [])))["expert"]["ep"]) == 256
     assert time.process_time() - begin < 2
 
 

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from megalite.commands import schedule
 from tests.plan import running
 from tests.plan.running import Done
-from tests.plan.test_timeline import lines, timeline, write
 
 SMALL = ("train.global_batch_size=8", "train.micro_batch_size=1")
 
@@ -42,16 +40,6 @@ def test_what_is_not_set_is_derived_as_for_training(words: tuple[str, ...], titl
     assert run(*words).stdout.splitlines()[0] == title
 
 
-def test_a_run_that_recorded_its_pipeline_is_drawn(tmp_path: Path) -> None:
-    run_dir = tmp_path / "run"
-    run_dir.mkdir()
-    write(run_dir, *lines(10, timeline()), *lines(20, timeline()))
-    done = run("--measured", str(run_dir), "--step", "10", "--picture", str(tmp_path / "measured.svg"))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("interleaved: pp 2, vpp 2, 4 microbatches; measured in step 10\nstep 6750 ms; idle")
-    assert "measured in step 10" in (tmp_path / "measured.svg").read_text()
-
-
 EVERYTHING = "parallel.pipe=4 model=gpt5 parallel.pp=x --picture=a.pdf"
 
 
@@ -65,9 +53,6 @@ EVERYTHING = "parallel.pipe=4 model=gpt5 parallel.pp=x --picture=a.pdf"
         ),
         ("parallel.pp=2 parallel.schedule=1f2b", ["unknown choice\n      fix: parallel.schedule=1f1b is the nearest"]),
         (EVERYTHING, ["4 problems", "must end in .svg", "unknown setting", "'gpt5'", "must be a whole number"]),
-        ("--measured nowhere", ["--measured='nowhere': pipeline.jsonl cannot be read"]),
-        ("--measured nowhere --dp 2", ["--dp: has no effect with --measured"]),
-        ("--step 3", ["--step: has no effect without --measured"]),
     ],
 )
 def test_mistakes_are_refused_with_status_two_and_nothing_written(words: str, told: list[str], tmp_path: Path) -> None:
@@ -76,15 +61,6 @@ def test_mistakes_are_refused_with_status_two_and_nothing_written(words: str, to
     assert all(one in done.stderr for one in told), done.stderr
     assert "Traceback" not in done.stderr
     assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.long
-def test_a_pipeline_of_ten_thousand_gpus_is_built_checked_and_drawn_in_a_minute(tmp_path: Path) -> None:
-    begin = time.process_time()
-    words = ("parallel.pp=64", "parallel.vpp=4", "train.global_batch_size=512", "train.micro_batch_size=1")
-    done = run(*words, "--picture", str(tmp_path / "large.svg"))
-    assert done.stdout.startswith("interleaved: pp 64, vpp 4, 512 microbatches\nstep 1583 ")
-    assert time.process_time() - begin < 60  # 9 s here, 20 in CI
 
 
 def test_a_reader_that_has_seen_enough_ends_it_quietly() -> None:

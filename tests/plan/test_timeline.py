@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from megalite.errors.problems import UserError
 from megalite.pipeline.actions import Schedule, parse_action
 from megalite.pipeline.simulator import Span, equal_durations
 from megalite.plan.timeline import Timeline, in_flight, read_recording, simulated
@@ -57,11 +56,12 @@ def write(folder: Path, *parts: str) -> Path:
     return folder
 
 
-def test_the_last_step_is_read_with_its_clock_set_to_zero_or_another_that_is_chosen(tmp_path: Path) -> None:
-    other = timeline(schedule("1f1b", 2, 3))
-    write(tmp_path, *lines(10, other), *lines(20, timeline(later=1000)))
+def test_the_last_step_is_read_with_its_clock_set_to_zero(tmp_path: Path) -> None:
+    assert read_recording(tmp_path) is None
+    write(tmp_path, lines(10, timeline())[0])
+    assert read_recording(tmp_path) is None
+    write(tmp_path, *lines(10, timeline(schedule("1f1b", 2, 3))), *lines(20, timeline(later=1000)))
     assert read_recording(tmp_path) == (20, timeline())
-    assert read_recording(tmp_path, 10) == (10, other)
 
 
 @pytest.mark.parametrize("pp", [1, 2, 4])
@@ -79,15 +79,3 @@ def test_a_step_that_is_not_whole_is_passed_over(tmp_path: Path, change: dict[st
     for its in ((first, second[: len(second) // 2]), (bad, second)):
         write(tmp_path, *lines(10, timeline()), *its, "[]\n", "null\n", "\n")
         assert read_recording(tmp_path) == (10, timeline())
-
-
-def refusal(folder: Path, step: int | None = None) -> str:
-    with pytest.raises(UserError) as refused:
-        read_recording(folder, step, "--measured")
-    return str(refused.value)
-
-
-def test_a_folder_without_that_step_is_refused(tmp_path: Path) -> None:
-    assert f"--measured='{tmp_path}': pipeline.jsonl cannot be read: No such file" in refusal(tmp_path)
-    assert "holds no such step whole" in refusal(write(tmp_path, lines(10, timeline())[0]))
-    assert "holds no such step whole" in refusal(write(tmp_path, *lines(10, timeline())), 12)

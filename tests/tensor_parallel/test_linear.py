@@ -17,7 +17,7 @@ from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import OVERLAPPED
 from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.tensor_parallel.linear import linear
+from megalite.tensor_parallel.linear import PARTIAL_SUMS, linear
 from tests.ranks import run_ranks
 from tests.tensor_parallel.operations import Operations
 
@@ -132,11 +132,11 @@ def test_the_input_gradient_is_communicated_while_the_weight_gradient_is_compute
             assert (8, 3, K) not in compiled[1]
 
 
-@pytest.mark.parametrize(("sequences", "sums"), [(8, [(8, N), (N,)]), (2, [(N,)])])
-def test_a_compiled_bias_gradient_before_an_activation_is_summed_over_sequences_first(
+@pytest.mark.parametrize(("sequences", "sums"), [(8, [(PARTIAL_SUMS, N), (N,)]), (3, [(N,)])])
+def test_a_compiled_bias_gradient_before_an_activation_is_summed_in_parts_first(
     sequences: int, sums: list[tuple[int, ...]]
 ) -> None:
-    """Where there are enough of them: that sum is a part of the pass that writes the activation's gradient."""
+    """Where all parts have as many rows: that sum is a part of the pass that writes the activation's gradient."""
     from torch._dynamo.backends.common import aot_autograd
 
     shapes: list[tuple[int, ...]] = []
