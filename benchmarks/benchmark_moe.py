@@ -35,7 +35,7 @@ from megalite.config.schema import Config
 from megalite.context_parallel import exchange
 from megalite.kernels import grouped
 from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.host import limit_openmp_spinning
+from megalite.launch.host import set_variables
 from megalite.moe import balance, dispatch
 from megalite.moe.layer import MoELayer
 from megalite.train.build import open_context
@@ -285,7 +285,7 @@ def run(names: Sequence[str], precisions: Sequence[str], *, rounds: int, batch: 
         shape = SHAPES[name]
         config = shape.config(batch or shape.cpu_batch, precision, torch.device("cpu"), *FIXED)
         with environment_kept():
-            limit_openmp_spinning(os.environ)  # as a run does before torch is imported
+            set_variables(os.environ)  # as a run does before torch is imported
             with ProcessPoolExecutor(1, PROCESSES) as process:
                 layer = process.submit(measure_layer, config, rounds).result()
         print(f"\n{name} {precision}, one layer, one process of {torch.get_num_threads()} threads")

@@ -25,7 +25,7 @@ from megalite.data.batch import whole_batch
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES
 from megalite.launch.environment import read_environment
-from megalite.launch.host import let_cuda_segments_grow, limit_openmp_spinning
+from megalite.launch.host import set_variables
 from megalite.model.flops import parameter_count
 from megalite.train.build import build_training, data_share, fill_with_start_values, open_context
 from megalite.train.device_settings import derive_device
@@ -204,8 +204,7 @@ class Side:
         self._process = spawning.Process(target=_take_turns, args=(other_end, name, config, torch.get_num_threads()))
         with environment_kept():  # the process inherits it
             if name == "megalite":
-                limit_openmp_spinning(os.environ)  # as the launcher does before torch is imported
-                let_cuda_segments_grow(os.environ)
+                set_variables(os.environ)  # as the launcher does before torch is imported
             self._process.start()
         other_end.close()  # so that this end notices where the process is gone
         try:

@@ -28,7 +28,7 @@ from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES
 from megalite.launch.environment import read_environment
-from megalite.launch.host import end_compile_workers, let_cuda_segments_grow
+from megalite.launch.host import end_compile_workers, set_variables
 from megalite.model.flops import flops_per_token, peak_flops
 from megalite.train.build import open_context
 from megalite.train.device_settings import derive_device
@@ -198,7 +198,7 @@ def _config(shape: Shape, device: torch.device, *overrides: str, batch: int | No
 
 
 def _side(config: Config) -> Megalite:
-    let_cuda_segments_grow(os.environ)
+    set_variables(os.environ)
     context = open_context(config, read_environment({}))
     config = derive_device(config, context)
     tokens = _tokens(config, context)

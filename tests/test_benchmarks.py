@@ -92,17 +92,6 @@ def test_both_sides_train_the_same_model_on_the_same_loss(bench: Any, model: str
     assert plain.step() > plain.step()
 
 
-def test_a_side_that_takes_too_long_is_ended(bench: Any) -> None:
-    config = small(bench.sides, "gpt2").config(2, "fp32", CPU)
-    with pytest.raises(RuntimeError, match=r"the side peer takes more than 0\.01 s"):
-        bench.sides.Side("peer", config, 0.01)
-
-
-def test_shapes_are_the_ones_they_are_named_for(bench: Any) -> None:
-    counts = [parameter_count(bench.sides.SHAPES[name].config(1, "fp32", CPU).model) for name in ("gpt2", "1.3b")]
-    assert counts == [124_439_808, pytest.approx(1.3e9, rel=0.02)]
-
-
 def test_overhead_counts_only_what_is_outside_the_steps_work(bench: Any) -> None:
     seconds, share = bench.main.measure_overhead(bench.sides.SHAPES["tiny"], precision="fp32", steps=6)
     assert seconds > 0
@@ -152,14 +141,6 @@ def test_a_pipeline_is_compared_with_the_simulator_and_with_the_peer(bench: Any)
         assert fault.startswith(f"{pipeline.PEER} does other work")
 
 
-def test_experts_are_measured_with_and_without_what_is_around_them(bench: Any) -> None:
-    moe = bench.moe
-    found = moe.measure_layer(moe.SHAPES["tiny_moe"].config(2, "fp32", CPU, *moe.FIXED), rounds=2)
-    assert [len(times) for times in (found.layer, found.experts, found.one_kernel)] == [2, 2, 2]
-    assert moe.LayerTimes([2.0, 4.0, 9.0], [1.0, 3.0, 9.0], [2.0, 6.0, 9.0]).around_experts == 0.25
-    assert moe.LayerTimes([], [1.0, 3.0], [2.0, 6.0]).by_loop == 2
-
-
 def test_other_work_of_experts_is_a_fault_but_where_capacity_drops(bench: Any) -> None:
     moe = bench.moe
 
@@ -171,12 +152,3 @@ def test_other_work_of_experts_is_a_fault_but_where_capacity_drops(bench: Any) -
     found = moe.Comparison("fp32", whole | {"tp 2": turns(float("nan"), 2.0)})
     assert [fault.split(" does ")[0] for fault in found.faults] == ["tp 2"]
     assert found.speed("tp 2") == 0.5
-
-
-@pytest.mark.parametrize("words", ["--steps 0", "--overhead --steps 2", "--zero --model gpt2", "--json notes.json"])
-def test_bad_options_are_refused(bench: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("notes.json").write_text("[]")  # figures replace figures alone
-    with pytest.raises(SystemExit) as refused:
-        bench.main.main(words.split())
-    assert refused.value.code == 2

@@ -47,6 +47,7 @@ def test_arguments_go_to_megalite_and_what_is_for_tests_is_not_installed(steps: 
 
 def test_what_is_copied_is_there_and_not_ignored(steps: list[tuple[str, str]]) -> None:
     ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {".git", ".venv", "runs", "**/__pycache__"} <= set(ignored), "no environment and no result gets into it"
     for _, rest in (step for step in steps if step[0] == "COPY"):
         for source in rest.split()[:-1]:
             assert (ROOT / source).exists()
@@ -67,11 +68,6 @@ def test_the_cuda_image_named_for_it_is_of_the_cuda_that_the_pinned_torch_brings
     texts = [(ROOT / name).read_text() for name in ("Dockerfile", "docs/docker.md")]
     assert {tag for text in texts for tag in re.findall(r"nvidia/cuda:(\d+\.\d+)\.", text)} == {brings[pinned]}
     assert torch.version.cuda in (None, brings[pinned]) or torch.__version__.partition("+")[0] != pinned
-
-
-def test_no_environment_and_no_result_gets_into_the_image() -> None:
-    ignored = (ROOT / ".dockerignore").read_text().split()
-    assert {".git", ".venv", "runs", "**/__pycache__"} <= set(ignored)
 
 
 def test_compose_starts_one_job_on_two_nodes() -> None:

@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -91,42 +90,6 @@ def test_a_second_start_does_what_is_not_ok_yet_for_this_commit_and_device(
         assert [line["rung"] for line in lines[before:]] == wanted
 
 
-@pytest.mark.parametrize("content", ["mine\n", '{"rung": "good"'])
-def test_results_of_another_program_are_refused_and_stay(campaign: ModuleType, tmp_path: Path, content: str) -> None:
-    file = tmp_path / "results.jsonl"
-    file.write_text(content)
-    for out, known in ((tmp_path, []), (tmp_path / "out", [file])):
-        with pytest.raises(SystemExit, match=r"results\.jsonl holds something else"):
-            campaign.Campaign(out, known, ABOUT, "cpu", 60.0)
-    assert file.read_text() == content
-
-
-def test_missing_packages_and_a_missing_commit_are_named_before_anything_starts(
-    campaign: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    there, missing = campaign.version, ("hydra-core", "omegaconf", "datasets")
-
-    def version(name: str) -> str:
-        if name in missing:
-            raise PackageNotFoundError(name)
-        return str(there(name))
-
-    monkeypatch.setattr(campaign, "version", version)
-    with pytest.raises(SystemExit):
-        campaign.main(["--out", str(tmp_path / "out")])
-    said, pinned = capsys.readouterr().err, (ROOT / "requirements.txt").read_text().splitlines()
-    for name in missing:
-        assert f" {next(line for line in pinned if line.startswith(f'{name}=='))}" in said
-    monkeypatch.setattr(campaign, "ROOT", tmp_path)
-    monkeypatch.setattr(campaign, "missing_packages", list)
-    with pytest.raises(SystemExit):
-        campaign.main(["--out", str(tmp_path / "out")])
-    assert "COMMIT" in capsys.readouterr().err
-    (tmp_path / "COMMIT").write_text("f4fa60b\n")
-    assert campaign.commit() == "f4fa60b"
-    assert not (tmp_path / "out").exists()
-
-
 def test_every_rung_has_its_work_and_seven_timings_come_before_all_others(campaign: ModuleType, rungs: Any) -> None:
     names = [*campaign.RIGHT, *campaign.WARM, *campaign.FAST]
     assert len(set(names)) == len(names)
@@ -166,42 +129,6 @@ def test_a_rung_finds_the_cpu_right(rungs: ModuleType, name: str) -> None:
     found = rungs.RUNGS[name](torch.device("cpu"))
     assert found
     assert all(0 <= figure < 0.05 for figure in found.values())
-
-
-def test_a_timing_is_the_middle_of_its_rounds(rungs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two microbatches of 32 tokens."""
-    import torch
-
-    taken = iter([9.0, 5.0, 1.0, 3.0, 2.0, 4.0])  # the first warms up
-    turn = importlib.import_module("benchmark_sides").Turn
-    monkeypatch.setattr(rungs, "turn_of", lambda step, repeat, device: turn(next(taken), 0.5, 2.0))
-    found = rungs.timed(rungs.Timing("megalite", "350M", microbatches=2), torch.device("cpu"))
-    assert (found["ms"], found["least_ms"], found["most_ms"], found["gib"]) == (3000.0, 1000.0, 5000.0, 2.0)
-    assert found["tokens_per_s"] == pytest.approx(2 * 32 / 3)
-
-
-def test_a_run_that_was_not_resumed_is_no_proof_of_resuming(rungs: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither is one that ended before it was killed. Each run here is one line of shell."""
-    import torch
-
-    line = (
-        """mkdir -p $0; echo '{"loss": 1.0}' > $0/metrics.jsonl; echo '{"kind": "%s", "step": %d}' > $0/events.jsonl"""
-    )
-    started, events, last = subprocess.Popen, [("resume", 10)], ""
-
-    def popen(command: list[str]) -> "subprocess.Popen[bytes]":
-        folder = next(word for word in command if word.startswith("run_dir=")).removeprefix("run_dir=")
-        return started(["sh", "-c", line % events[-1] + last, folder])
-
-    monkeypatch.setattr(rungs.subprocess, "Popen", popen)
-    with pytest.raises(AssertionError, match="exit status 0"):
-        rungs.resuming(torch.device("cpu"))
-    last = "; [ ${0%broken} = $0 ] || [ -e $0/killed ] || { touch $0/killed; kill -9 $$; }"
-    assert rungs.resuming(torch.device("cpu")) == {"steps": 1, "resumed_at": 10}
-    for event in (("resume", 0), ("start", 0)):
-        events.append(event)
-        with pytest.raises((AssertionError, ValueError)):
-            rungs.resuming(torch.device("cpu"))
 
 
 @pytest.mark.long

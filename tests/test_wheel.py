@@ -89,13 +89,6 @@ def test_plans_need_no_run(start: Start) -> None:
     assert "holds at most" in start("megalite", "plan", "schedule", "parallel.pp=2").stdout
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_says_how_it_is_used(start: Start, name: str) -> None:
-    told = start("python", "-m", "megalite", *name.split(), "--help")
-    assert told.returncode == 0, told.stderr
-    assert f"megalite {name}" in told.stdout or name == "train"
-
-
 def test_the_list_of_commands_and_a_command_that_there_is_not(start: Start) -> None:
     listed = start("megalite").stdout
     assert all(f"  {name} " in listed for name in COMMANDS)

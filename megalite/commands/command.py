@@ -93,11 +93,6 @@ def option(*names: str, **settings: Any) -> Option:
     return names, settings
 
 
-def warn(warning: str) -> None:
-    """A line on stderr about what is worth knowing."""
-    to_stderr(f"megalite: {warning}")
-
-
 COUNT: dict[str, Any] = {"type": number_from(1), "metavar": "N"}
 RANKS: dict[str, Any] = {"type": number_from(1, 2**20), "metavar": "N"}
 MODEL = option("model", type=Path, metavar="MODEL", help="a run folder, or a folder of a transformers model")

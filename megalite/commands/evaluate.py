@@ -12,7 +12,7 @@ evaluated whole. Exit status: 0 evaluated, 2 refused.
 import json
 from argparse import Namespace
 
-from megalite.commands.command import COUNT, MODEL, STEP, Shown, command, option, warn
+from megalite.commands.command import COUNT, MODEL, STEP, Shown, command, option
 from megalite.errors.words import plain
 
 
@@ -27,8 +27,7 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
     from megalite.hf.evaluate import evaluate_saved
     from megalite.prepare.prepare import prepare
 
-    chosen = {name: getattr(options, name) for name in ("step", "batch_size", "max_tokens")}
-    found = evaluate_saved(options.model, overrides, prepare, warn, **chosen)
+    found = evaluate_saved(options.model, overrides, prepare, options.step, options.batch_size, options.max_tokens)
     if options.json:
         return Shown([json.dumps(found)])
     known = {name: value for name, value in found.items() if value is not None}

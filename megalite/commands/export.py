@@ -11,7 +11,7 @@ Nothing is downloaded. Exit status: 0 written, 2 refused.
 from argparse import Namespace
 from pathlib import Path
 
-from megalite.commands.command import STEP, Shown, command, option, warn
+from megalite.commands.command import STEP, Shown, command, option
 from megalite.config.compose import load_part
 
 
@@ -27,7 +27,7 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
 
     precision = load_part(overrides, "exporting", ("precision",)).precision
     require_new(options.out)  # before gigabytes are verified
-    model = open_model(options.run_dir, warn, options.step)
+    model = open_model(options.run_dir, options.step)
     step = export_checkpoint(model, options.out, precision=precision, max_shard_size=options.max_shard_size)
     without = "" if model.tokenizer else ", without a tokenizer: the run does not know the one that made its tokens"
     return Shown([f"{options.out}: {model.config.name} after step {step}{without}"])

@@ -12,7 +12,7 @@ import json
 from argparse import Namespace
 from collections.abc import Iterator
 
-from megalite.commands.command import COUNT, MODEL, STEP, Shown, command, option, warn
+from megalite.commands.command import COUNT, MODEL, STEP, Shown, command, option
 from megalite.config.arguments import number_from
 from megalite.config.compose import load_part
 from megalite.errors.problems import Problem, refuse
@@ -43,7 +43,7 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
     device = choose_device(config.device, ProcessEnvironment())
     names = ("temperature", "top_k", "top_p", "num_samples", "max_new_tokens")
     sampling = Sampling(**{name: getattr(options, name) for name in names})
-    texts = generate(open_model(options.model, warn, options.step), options.prompt, config, device, sampling)
+    texts = generate(open_model(options.model, options.step), options.prompt, config, device, sampling)
     return Shown(lines(texts, len(options.prompt) * options.num_samples, as_json=options.json))
 
 

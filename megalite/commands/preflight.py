@@ -36,8 +36,7 @@ def measure(options: Namespace, overrides: list[str]) -> Shown:
     from megalite.launch.environment import read_environment
     from megalite.launch.preflight import best, judge, meet, preflight, table
 
-    environment = read_environment(os.environ)
-    problems: list[Problem] = []
+    environment, problems = read_environment(os.environ), list[Problem]()
     device = collect(lambda: choose_device(options.device, environment), problems) or torch.device("cpu")
     context = meet(environment, device, problems, timeout_s=600.0)
     nodes = preflight(context, options.folder)
@@ -47,10 +46,10 @@ def measure(options: Namespace, overrides: list[str]) -> Shown:
     lines = [*table(nodes), f"--exclude={','.join(faults)}" if faults else "no node is known to be wrong"]
     if options.keep is None:
         return Shown(lines, status=int(bool(faults or differences)))
+    well = len(nodes) - len(faults)
+    lines += [f"--keep={options.keep}: only {well} of {len(nodes)} nodes are well"] if well < options.keep else []
     to_stderr("\n".join(lines))
-    chosen = best(nodes, options.keep)
-    enough = len(chosen) == options.keep and not {*chosen} & {*faults}
-    return Shown([",".join(chosen)], status=0 if enough else 1)
+    return Shown([",".join(best(nodes, options.keep))], status=int(well < options.keep))
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -66,9 +66,9 @@ def read(output: Path | None, overrides: list[str], *, verify: bool) -> Config:
 def make(config: Config, output: Path, terminal: Terminal) -> Iterator[str]:
     """Make the token files; say what they hold, and how to train on them."""
     from megalite.data.token_file import TokenFile, with_suffix
-    from megalite.data.tokenizer_folder import load_tokenizer
+    from megalite.data.tokenizers import load_tokenizer
     from megalite.prepare.prepare import prepare_file
-    from megalite.prepare.sources import not_read, sources_of
+    from megalite.prepare.sources import sources_of
 
     source, *others = sources_of(config.data)
     if others and source.kind == "hf":
@@ -79,7 +79,6 @@ def make(config: Config, output: Path, terminal: Terminal) -> Iterator[str]:
     file = TokenFile.open(output)
     facts, end = file.facts, load_tokenizer(with_suffix(output, ".tokenizer")).end_of_document
     counts = f"{file.counts}, {facts.bytes:,} bytes, {facts.bytes / len(file.tokens):.3f} bytes per token"
-    yield from not_read([source])
     yield f"{output}: {counts}, vocabulary {facts.vocab_size:,} ({file.tokens.dtype})"
     no_end = "the tokenizer has no end-of-document token: nothing marks where one document ends"
     yield no_end if end is None else f"every document ends with token {end:,}"

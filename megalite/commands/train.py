@@ -12,8 +12,8 @@ import time
 from megalite.config.schema import Config
 from megalite.errors.problems import REFUSED, Problem, UserError, collect, open_closed_streams, refuse, to_stderr
 from megalite.launch.environment import ProcessEnvironment, claimed_rank, first_of_node, read_environment
-from megalite.launch.host import let_cuda_segments_grow, limit_openmp_spinning, widen_cuda_queues
-from megalite.launch.signals import INTERRUPTED, StartUp, die_with_launcher, ignore_stop_signals
+from megalite.launch.host import set_variables
+from megalite.launch.signals import INTERRUPTED, StopSignals, die_with_launcher, ignore_stop_signals
 
 WAIT_FOR_RANK_ZERO_S = 5.0  # torchrun ends all ranks when the first one exits: rank 0 must have printed by then
 
@@ -67,9 +67,7 @@ def check(argv: list[str]) -> tuple[Config, ProcessEnvironment]:
     if environment is None or config is None or problems:
         raise UserError(problems)
     die_with_launcher(environment.launcher)  # during the imports, too: ranks without it wait for nobody
-    limit_openmp_spinning(os.environ)
-    let_cuda_segments_grow(os.environ)
-    if (said := widen_cuda_queues(os.environ)) and environment.rank == 0:
+    if (said := set_variables(os.environ)) and environment.rank == 0:
         to_stderr(f"megalite: {said}")
     return config, environment
 
@@ -100,7 +98,7 @@ def main_to_the_end(argv: list[str]) -> int:
     """The same as a whole process, which no signal disturbs once it has saved."""
     open_closed_streams()
     try:
-        with StartUp(speaks=claimed_rank(os.environ) == 0):
+        with StopSignals(speaks=claimed_rank(os.environ) == 0):
             status = main(argv)
     except (KeyboardInterrupt, SystemExit) as end:
         status = end.code if isinstance(end, SystemExit) and isinstance(end.code, int) else INTERRUPTED

@@ -3,8 +3,8 @@
 Nothing derives positions, masks or documents from a shape: context parallelism only slices these tensors.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ class Batch:
     tokens: Tensor  # [b, n], int64
     labels: Tensor  # [b, n], int64
     loss_mask: Tensor  # [b, n], bool: True where the token counts in the loss
-    positions: Tensor  # [b, n], int64; maybe one row expanded, so not to be written
+    positions: Tensor  # [b, n], int64, or [1, n] where they are the same in all sequences
     places: Tensor  # [n], int64: where in the sequence
     counted: Tensor  # [b], int64: labels of the whole sequence that count in the loss
     documents: Tensor | None  # [b, s], int32: of the whole sequence
@@ -47,8 +47,9 @@ class Batch:
 
     def fill(self, other: "Batch") -> None:
         """Copy the numbers of another batch of the same shape into this batch's tensors."""
-        for own, given in zip(self._stored(), other._stored(), strict=True):
-            own.copy_(given, non_blocking=True)
+        given = other._tensors()
+        for name, own in self._tensors().items():
+            own.copy_(given[name], non_blocking=True)
 
     def with_mask(self, loss_mask: Tensor) -> "Batch":
         """The same whole sequences with another `loss_mask` [b, s]."""
@@ -56,53 +57,37 @@ class Batch:
 
     def part(self, share: CpShard) -> "Batch":
         """The tokens of a whole batch on the CPU that one rank of cp holds."""
-        plan: AttentionPlan | None = None
         if share == CpShard():
             return self
-        if share.ring > 1 and self.documents is None:
-            plan = causal_plan(share, self.length)
-        elif share.ring > 1 and self.documents is not None:
-            plan = document_plan(share, starts_of(self.documents.numpy()))
-        held = share.places(self.length, "zigzag" if plan is None else plan.cut)
-        sliced: dict[str, Any] = {
-            name: _columns(getattr(self, name), held)
-            for name in ("tokens", "labels", "loss_mask", "positions", "places")
-        }
-        return replace(self, **sliced, plan=plan)
+        plan: AttentionPlan | None = None
+        if share.ring > 1:
+            apart = self.documents
+            plan = causal_plan(share, self.length) if apart is None else document_plan(share, starts_of(apart.numpy()))
+        ranges = share.places(self.length, "zigzag" if plan is None else plan.cut)
+        index = torch.cat([torch.arange(each.start, each.stop, each.step) for each in ranges])
+        names = ("tokens", "labels", "loss_mask", "positions", "places")
+        parts: dict[str, Any] = {name: getattr(self, name)[..., index] for name in names}
+        return replace(self, **parts, plan=plan)
 
-    def _stored(self) -> list[Tensor]:
-        """All tensors; of an expanded one, only the single row that is stored."""
-        values = [getattr(self, field.name) for field in fields(self)]
-        return [value if value.stride(0) else value[:1] for value in values if isinstance(value, Tensor)]
+    def _tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
     def _with(self, moved: Callable[[Tensor], Tensor]) -> "Batch":
-        """Apply `moved` to all tensors. An expanded row is moved once and expanded again: rotary tables of one row of
-        positions are then computed once."""
-        found: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name, value in found.items():
-            if isinstance(value, Tensor):
-                found[name] = moved(value) if value.stride(0) else moved(value[:1]).expand_as(value)
-        return Batch(**found)
+        changed: dict[str, Any] = {name: moved(tensor) for name, tensor in self._tensors().items()}
+        return replace(self, **changed)
 
 
 def whole_batch(
     tokens: Tensor, labels: Tensor, loss_mask: Tensor, positions: Tensor, documents: Tensor | None, first_sample: int
 ) -> Batch:
-    """A microbatch of whole sequences, from tensors [b, s]."""
-    length = tokens.shape[1]
-    places = torch.arange(length, device=tokens.device)
-    return Batch(tokens, labels, loss_mask, positions, places, loss_mask.sum(1), documents, first_sample, length)
+    """A microbatch of whole sequences, from tensors [b, s]; `positions` may be one row that is expanded to b."""
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    positions = positions if positions.stride(0) else positions[:1]
+    counted = loss_mask.sum(1)
+    return Batch(tokens, labels, loss_mask, positions, places, counted, documents, first_sample, tokens.shape[1])
 
 
 def unscored(tokens: Tensor) -> Batch:
     """`tokens` [b, s] as a microbatch without a label that enters the loss."""
-    positions = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-    nothing = torch.zeros_like(tokens)
+    positions, nothing = torch.arange(tokens.shape[1], device=tokens.device)[None], torch.zeros_like(tokens)
     return whole_batch(tokens, nothing, nothing.bool(), positions, None, 0)
-
-
-def _columns(x: Tensor, ranges: Sequence[range]) -> Tensor:
-    """Elements of the last dim. An expanded row stays an expanded row."""
-    if not x.stride(0):
-        return _columns(x[0], ranges).expand(len(x), -1)
-    return torch.cat([x[..., each.start : each.stop : each.step] for each in ranges], dim=-1)

@@ -51,10 +51,10 @@ def read_batch(
     """The samples from `first` on, `size` of them, as one microbatch on the CPU. If they are refused, `problems` get
     the reasons unless they hold some, and the microbatch has the same shape, and no label of it enters the loss."""
     indices, length = np.arange(first, first + size), source.seq_length
-    mask, positions, documents = np.ones((size, length), dtype=bool), torch.arange(length).expand(size, -1), None
+    mask, positions, documents = np.ones((size, length), dtype=bool), torch.arange(length)[None], None
     apart = not config.data.cross_document_attention
     if apart:
-        documents, positions = torch.zeros((size, length), dtype=torch.int32), positions.contiguous()
+        documents, positions = torch.zeros((size, length), dtype=torch.int32), positions.repeat(size, 1)
     try:
         if apart:  # first: ranks that share sequences must agree on the documents
             documents, positions = map(torch.from_numpy, source.documents(*source.places(indices)))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megalite.data.permutation import IntArray
+from megalite.data.samples import IntArray
 
 Cut = Callable[[str, int], int]
 Encode = Callable[[Sequence[str]], list[IntArray]]

@@ -19,12 +19,9 @@ import xxhash
 from megalite.config.durable_files import write_atomically
 from megalite.config.schema import Config, DataConfig
 from megalite.config.user_files import read_object
-from megalite.data.blend import integer_weights
-from megalite.data.permutation import IntArray
-from megalite.data.samples import Part, SampleSource
+from megalite.data.samples import IntArray, Part, SampleSource, integer_weights
 from megalite.data.token_file import HASH_WHOLE, TokenFile, with_suffix
-from megalite.data.tokenizer_folder import load_tokenizer
-from megalite.data.tokenizers import TextTokenizer
+from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UserError, collect_all, refuse
 from megalite.errors.words import several
 from megalite.launch.host import allow_open_files
@@ -40,7 +37,6 @@ class TokenFiles:
     """The token files of a run, before they are opened."""
 
     prefixes: Sequence[Path]
-    unread: Sequence[str] = ()  # a line for each place where files lie beside the text that were not read
     tokenizer: TextTokenizer | None = None  # the one that `tokenizer=` names, for data=tokens
 
 
@@ -83,7 +79,7 @@ def open_data(config: Config, found: TokenFiles) -> OpenedData:
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         fingerprint=digest(FORMAT, [file.identity() for file in files], fraction, weights),
-        description="; ".join([counts, *([tokenizer.name] if tokenizer else []), *found.unread]),
+        description="; ".join([counts, *([tokenizer.name] if tokenizer else [])]),
     )
 
 

@@ -2,19 +2,33 @@
 
 A sample is seq_length + 1 neighbouring tokens, and starts seq_length after the one before it in the file, so that no
 token is a label twice in an epoch. Documents are packed without gaps; a sample starts and ends anywhere.
-Each part of a blend is walked in epochs of its own, each in a new order.
+
+Parts of a blend are mixed by Webster's method: part p's sample number c is due at time (c + 1/2) / weight, and samples
+are taken in order of their times. Webster's counts never shrink as x grows, so the counts at two neighbouring block
+borders say exactly which samples lie between them; nothing grows with the run.
+
+Each part is walked in epochs of its own, each in a new order: 0..n-1 shuffled by a key, without an array. A Feistel
+network over the k bits that hold n - 1: the two halves take turns to be xor-ed with a hash of the other, which is its
+own inverse whatever the hash, so the network is a bijection of 0..2^k-1. Cycle walking (apply again while the result is
+n or more) restricts a bijection of a set to a bijection of its subset; since 2^k < 2n, for n > 2, that takes less than
+two applications on average (Black and Rogaway 2002, section 4).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from fractions import Fraction
+from functools import cached_property, lru_cache
+from math import lcm
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from megalite.data.blend import Blend
-from megalite.data.permutation import IntArray, permute, round_keys
 from megalite.data.token_file import TokenFile
+
+IntArray = npt.NDArray[np.int64]
+ROUNDS = 8  # half-rounds; four suffice for a pseudo-random permutation (Luby and Rackoff 1988), small halves want more
+BLOCK = 1024  # samples of a blend that are laid out together
 
 
 @dataclass(frozen=True)
@@ -66,7 +80,7 @@ class SampleSource:
             if self.seed is not None:
                 for epoch in np.unique(epochs):
                     now = epochs == epoch
-                    windows[now] = permute(windows[now], count, _keys(self.seed, int(part), int(epoch)))
+                    windows[now] = permute(windows[now], count, round_keys(self.seed, int(part), int(epoch)))
             starts[chosen] = self.parts[part].first + windows * self.seq_length
         return parts, starts
 
@@ -94,4 +108,107 @@ class SampleSource:
         return documents, positions
 
 
-_keys = lru_cache(maxsize=64)(round_keys)
+def integer_weights(weights: list[float]) -> tuple[int, ...]:
+    """The same proportions as whole numbers, so that counting is exact at any length of the run."""
+    shares = [Fraction(str(weight)) for weight in weights]
+    common = lcm(*(share.denominator for share in shares))
+    return tuple(int(share * common) for share in shares)
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Parts mixed in the proportions of `weights` (whole numbers, all above 0)."""
+
+    weights: tuple[int, ...]
+
+    @cached_property
+    def total(self) -> int:
+        return sum(self.weights)
+
+    def counts(self, samples: int) -> tuple[int, ...]:
+        """How many of the first `samples` come from each part. They sum to `samples`, exactly."""
+        counts = [(2 * samples * weight + self.total) // (2 * self.total) for weight in self.weights]  # rounded shares
+        parts = range(len(counts))
+        while sum(counts) < samples:  # the part whose next sample is due first gives it
+            counts[min(parts, key=lambda part: (self._due(part, counts[part]), part))] += 1
+        while sum(counts) > samples:  # the part whose last sample is due last takes it back
+            counts[max(parts, key=lambda part: (self._due(part, counts[part] - 1), part))] -= 1
+        return tuple(counts)
+
+    def locate(self, indices: IntArray) -> tuple[IntArray, IntArray]:
+        """For each sample of `indices` [n]: its part [n] and its number within that part [n]."""
+        if len(self.weights) == 1:
+            return np.zeros_like(indices), indices
+        parts, numbers = np.empty_like(indices), np.empty_like(indices)
+        blocks = indices // BLOCK
+        for block in np.unique(blocks):
+            chosen = blocks == block
+            block_parts, block_numbers = _block(self, int(block))
+            parts[chosen] = block_parts[indices[chosen] % BLOCK]
+            numbers[chosen] = block_numbers[indices[chosen] % BLOCK]
+        return parts, numbers
+
+    def index(self, part: int, number: int) -> int:
+        """Which sample of the run is sample `number` of `part`: so many of all parts are due before it."""
+        own = self.weights[part]
+        # Sample c of another part is before it if (2 c + 1) / weight < (2 number + 1) / own, or equal and the part is.
+        last = [((2 * number + 1) * weight - (other >= part)) // own for other, weight in enumerate(self.weights)]
+        return sum((odd + 1) // 2 for odd in last)  # so many odd numbers 2 c + 1 are not above it
+
+    def _due(self, part: int, number: int) -> Fraction:
+        return Fraction(2 * number + 1, self.weights[part])
+
+
+@lru_cache(maxsize=8)
+def _block(blend: Blend, block: int) -> tuple[IntArray, IntArray]:
+    """Parts [BLOCK] and numbers within the part [BLOCK] of samples block * BLOCK onwards."""
+    before, after = blend.counts(block * BLOCK), blend.counts((block + 1) * BLOCK)
+    parts = np.repeat(np.arange(len(before)), np.subtract(after, before))
+    numbers = np.concatenate([np.arange(first, stop) for first, stop in zip(before, after, strict=True)])
+    due = (numbers + 0.5) / np.array(blend.weights, dtype=np.float64)[parts]
+    order = np.lexsort((parts, due))
+    return parts[order].astype(np.int64), numbers[order].astype(np.int64)
+
+
+@lru_cache(maxsize=64)
+def round_keys(seed: int, *stream: int) -> npt.NDArray[np.uint64]:
+    """Keys of all rounds from the seed and the numbers that name the shuffle (part, epoch)."""
+    name = ",".join(map(str, (seed, *stream)))
+    keys = [xxhash.xxh3_64_intdigest(f"{name}/{number}".encode()) for number in range(ROUNDS)]
+    return np.array(keys, dtype=np.uint64)
+
+
+def permute(indices: IntArray, size: int, keys: npt.NDArray[np.uint64]) -> IntArray:
+    """Where the shuffle of 0..size-1 puts each of `indices` (any shape, all in that range)."""
+    assert size >= 1
+    if size == 1:
+        return np.zeros_like(indices)
+    bits = max(2, (size - 1).bit_length())
+    values = _network(indices.astype(np.uint64), bits, keys)
+    outside = values >= np.uint64(size)
+    while outside.any():
+        values[outside] = _network(values[outside], bits, keys)
+        outside = values >= np.uint64(size)
+    return values.astype(np.int64)
+
+
+def _network(values: npt.NDArray[np.uint64], bits: int, keys: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """A bijection of 0..2^bits-1."""
+    low_bits = np.uint64(bits // 2)
+    low_mask = np.uint64((1 << (bits // 2)) - 1)
+    high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
+    low, high = values & low_mask, values >> low_bits
+    for number, key in enumerate(keys):
+        if number % 2 == 0:
+            high = high ^ (_mix(low, key) & high_mask)
+        else:
+            low = low ^ (_mix(high, key) & low_mask)
+    return (high << low_bits) | low
+
+
+def _mix(values: npt.NDArray[np.uint64], key: np.uint64) -> npt.NDArray[np.uint64]:
+    """The finaliser of splitmix64 (Steele et al. 2014) over value xor key; array products wrap modulo 2^64."""
+    mixed = values ^ key
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

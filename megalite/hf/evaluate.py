@@ -35,20 +35,13 @@ Work = tuple[Config, OpenedData, Iterator[Batch], str]  # batches of the opened 
 
 @torch.no_grad()
 def evaluate_saved(
-    folder: Path,
-    words: Sequence[str],
-    prepare: Prepare,
-    report: Callable[[str], None],
-    *,
-    step: int | None = None,
-    batch_size: int = 8,
-    max_tokens: int | None = None,
+    folder: Path, words: Sequence[str], prepare: Prepare, step: int | None, rows: int, max_tokens: int | None
 ) -> dict[str, Any]:
     """The model in `folder`, a run's (its newest checkpoint, or that of `step`) or one of transformers, on the data.
 
     `words` are overrides, as the training command takes them. Where they name no data, a run is evaluated on what it
-    held out; of other data, at most `max_tokens` tokens, `batch_size` sequences at a time. `report` is told of damaged
-    checkpoints that were passed over. The loss is the mean over the predicted tokens, in nats.
+    held out; of other data, at most `max_tokens` tokens, `rows` sequences at a time. The loss is the mean over the
+    predicted tokens, in nats.
     """
     named = names_of(words)
     own_data = not any(name.partition(".")[0] == "data" for name in named)
@@ -57,11 +50,11 @@ def evaluate_saved(
     if own_data and max_tokens is not None:
         rule = "has no effect: a run's own validation part is evaluated as in training"
         raise UserError(Problem("--max-tokens", max_tokens, rule, NAME_DATA))
-    saved = open_model(folder, report, step)
+    saved = open_model(folder, step)
     if own_data:
         work = _own_data(saved, config.train.eval_batches if "train.eval_batches" in named else None, prepare)
     else:
-        work = _other_data(saved, config, named, batch_size, max_tokens, prepare)
+        work = _other_data(saved, config, named, rows, max_tokens, prepare)
     done, opened, batches, description = work
     device = choose_device(config.device, read_environment(os.environ))
     model = saved.load(replace(done, precision=config.precision), device)

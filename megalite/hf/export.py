@@ -6,6 +6,7 @@ are taken one at a time; memory holds little more than one file of the export.
 """
 
 import json
+import math
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from jinja2 import Environment, StrictUndefined
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
@@ -27,13 +29,20 @@ from megalite.config.user_files import refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.hf.families import FAMILIES
 from megalite.hf.families.family import Family
-from megalite.hf.model_card import model_card
-from megalite.hf.saved_model import SavedModel
+from megalite.hf.saved_model import RunCheckpoint, SavedModel
 from megalite.hf.tensors import Source, sources
 from megalite.launch.device import DTYPES
+from megalite.model.flops import active_parameters, parameter_count
 from megalite.train.history import read_metrics
 
 MAX_SHARD_SIZE = "5GB"  # transformers' own
+CARD = Path(__file__).with_name("model_card.md")
+LOSSES = {  # of metrics.jsonl, per token in nats
+    "loss": "training, at the last step that was logged",
+    "val_loss": "validation",
+    "val_perplexity": "validation perplexity",
+    "val_bits_per_byte": "validation bits per byte",
+}
 
 
 def export_checkpoint(
@@ -173,3 +182,36 @@ def require_new(folder: Path) -> None:
         if folder.is_file() or (folder.exists() and any(folder.iterdir())):
             rule, remedy = "it exists already", "name a new folder, or delete this one"
             raise UserError(Problem("folder", str(folder), rule, remedy))
+
+
+def model_card(run: RunCheckpoint, family: Family, metrics: Mapping[str, Any], *, has_tokenizer: bool) -> bytes:
+    """The README.md of an export, from model_card.md: what the model is, what it was trained on, and how well it does.
+
+    It is a function of the settings and of `metrics` (as in metrics.jsonl) alone. Layout, device, time and the paths of
+    a machine are left out, so that runs that trained the same model have the same card.
+    """
+    config, data, begun = run.config, run.config.data, run.config.checkpoint.init_from
+    paths = data.path if isinstance(data.path, list) else [data.path or ""]
+    names = [*paths, data.subset, data.split] if data.source == "hf" else [Path(path).name for path in paths]
+    known = {words: metrics[name] for name, words in LOSSES.items() if metrics.get(name) is not None}
+    text = Environment(undefined=StrictUndefined, trim_blocks=True, finalize=in_a_table, keep_trailing_newline=True)
+    card = text.from_string(CARD.read_text(encoding="utf-8")).render(
+        vars(config),
+        config=config,
+        step=run.found.step,
+        tokens=run.state.progress.tokens,
+        has_tokenizer=has_tokenizer,
+        family=family,
+        parameters=parameter_count(config.model),
+        active=active_parameters(config.model),
+        data="; ".join(filter(None, [", ".join(filter(None, names)), run.state.data.description])),
+        start=f"the weights of {Path(begun).name}" if begun else f"seed {config.seed}",
+        losses={words: f"{value:.4f}" if math.isfinite(value) else "not finite" for words, value in known.items()},
+    )
+    return card.encode()
+
+
+def in_a_table(value: Any) -> str:
+    """A number with its thousands marked, a text as one cell of a row."""
+    text = f"{value:,}" if isinstance(value, int) else str(value)
+    return " ".join(text.replace("|", "&#124;").replace("<", "&lt;").split())

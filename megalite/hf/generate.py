@@ -107,7 +107,7 @@ def read_prompt(saved: SavedModel, prompt: str) -> list[int]:
 def _new_tokens(saved: SavedModel, prompt: int, wanted: int | None) -> int:
     """How many tokens to add. Learned positions end where their table does; others go on, beyond what was trained."""
     table = saved.config.max_positions if saved.config.position == "learned" else None
-    room = min(saved.trained_length, table or saved.trained_length) - prompt
+    room = min(saved.seq_length, table or saved.seq_length) - prompt
     count = wanted or min(NEW_TOKENS, room if room > 0 else NEW_TOKENS)
     if table is not None and prompt + count > table:
         rule = f"the prompt takes {prompt:,} of the model's {table:,} positions"
@@ -134,8 +134,7 @@ def continued(
     over, newest = torch.zeros(len(texts), dtype=torch.bool), texts
     while count and not over.all():
         batch = unscored(newest)
-        positions = batch.positions[:1] + texts.shape[1] - newest.shape[1]
-        batch = replace(batch, positions=positions.expand(newest.shape)).to(model.device)
+        batch = replace(batch, positions=batch.positions + texts.shape[1] - newest.shape[1]).to(model.device)
         newest = sampling.draw(model.head_logits(model(batch)[-1]), dice)[:, None]
         texts, count = torch.cat([texts, newest], dim=1), count - 1
         over |= torch.tensor([token in ends for token in newest[:, 0].tolist()])

@@ -3,8 +3,7 @@
 Reading takes no lock and renames nothing, so it may be done while the run goes on.
 """
 
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,9 +21,8 @@ from megalite.config.own_files import RUN
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, leaves, with_values
 from megalite.config.user_files import read_object
-from megalite.data.tokenizer_folder import load_tokenizer
-from megalite.data.tokenizers import TextTokenizer
-from megalite.errors.problems import Problem, UserError
+from megalite.data.tokenizers import TextTokenizer, load_tokenizer
+from megalite.errors.problems import Problem, UserError, to_stderr
 from megalite.hf.import_model import import_model
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES, choose_precision
@@ -61,13 +59,12 @@ class RunCheckpoint:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """What is known of a model before its weights are read. `seq_length` is what to give it at a time, `trained_length`
-    the longest text that it was made for, `precision` that of the run or of the folder (auto: unknown)."""
+    """What is known of a model before its weights are read. `seq_length` is what to give it at a time, `precision` that
+    of the run or of the folder (auto: unknown)."""
 
     folder: Path
     config: ModelConfig
     seq_length: int
-    trained_length: int
     precision: str
     tokenizer_folder: Path | None  # what its token ids mean, if that is known
     tokenizer: TextTokenizer | None
@@ -88,17 +85,15 @@ class SavedModel:
         return model.eval()
 
 
-def open_model(folder: Path, report: Callable[[str], None], step: int | None = None) -> SavedModel:
-    """The model of a run (its newest undamaged checkpoint, or that of `step`) or of transformers.
-
-    `report` is told of damaged checkpoints that were passed over. UserError for what is neither, or does not fit.
-    """
+def open_model(folder: Path, step: int | None = None) -> SavedModel:
+    """The model of a run (its newest undamaged checkpoint, or that of `step`) or of transformers. UserError for what is
+    neither, or does not fit."""
     if (folder / CHECKPOINTS).is_dir() or (folder / RUN).is_file():
-        run = _open_run(folder, report, step)
+        run = _open_run(folder, step)
         check_tokenizer(folder, run.state.tokenizer)
         place: Path | None = folder / TOKENIZER if (folder / TOKENIZER).is_dir() else None
         tokenizer, length = load_tokenizer(place) if place else None, run.config.train.seq_length
-        return SavedModel(folder, run.config.model, length, length, run.config.precision, place, tokenizer, run)
+        return SavedModel(folder, run.config.model, length, run.config.precision, place, tokenizer, run)
     if not (folder / "config.json").is_file():
         rule = "must be the folder of a run or of a transformers model (config.json); models are not downloaded"
         remedy = "name a run folder, or one that save_pretrained has written"
@@ -109,21 +104,18 @@ def open_model(folder: Path, report: Callable[[str], None], step: int | None = N
     lengths = [about.get("n_positions"), about.get("max_position_embeddings")]
     if (path := folder / "tokenizer_config.json").is_file():  # a table of positions may be longer than what was trained
         lengths.append(read_object(path).get("model_max_length"))
-    trained = min([sys.maxsize, *(length for length in lengths if isinstance(length, int) and length > 0)])
+    length = min([LONGEST, *(length for length in lengths if isinstance(length, int) and length > 0)])
     saved_in = f"torch.{about.get('dtype') or about.get('torch_dtype')}"
     precision = next((name for name, dtype in DTYPES.items() if str(dtype) == saved_in), "auto")
     place = folder if holds_tokenizer(folder) else None
-    model, tokenizer = (
-        derive_model(imported_model(folder), min(LONGEST, trained)),
-        load_tokenizer(folder) if place else None,
-    )
-    return SavedModel(folder, model, min(LONGEST, trained), trained, precision, place, tokenizer, None)
+    tokenizer = load_tokenizer(folder) if place else None
+    return SavedModel(folder, derive_model(imported_model(folder), length), length, precision, place, tokenizer, None)
 
 
-def _open_run(run_dir: Path, report: Callable[[str], None], step: int | None) -> RunCheckpoint:
+def _open_run(run_dir: Path, step: int | None) -> RunCheckpoint:
     """The run's newest undamaged checkpoint, or that of `step`; settings that its megalite did not have are at their
-    defaults."""
-    found = newest(run_dir / CHECKPOINTS, ParallelContext(), report, step=step, look_only=True)
+    defaults. Damaged ones that are passed over are named on stderr."""
+    found = newest(run_dir / CHECKPOINTS, ParallelContext(), to_stderr, step=step, look_only=True)
     if found is None:
         remedy = "name the folder of a training that has saved a checkpoint"
         raise UserError(Problem("model", str(run_dir), "it holds no checkpoint", remedy))

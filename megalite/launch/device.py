@@ -5,6 +5,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -35,11 +36,11 @@ def choose_device(setting: str, environment: ProcessEnvironment) -> torch.device
     A rank's GPU is number LOCAL_RANK (else its rank) modulo the devices it sees: SLURM may show each task its own GPU
     alone. The rendezvous checks that no two ranks end up on one GPU.
     """
-    present = setting != "cpu" and torch.cuda.is_available()
-    if setting == "cuda" and not present:
-        rule = f"no usable CUDA device: torch {torch.__version__} for CUDA {torch.version.cuda} sees none (nvidia-smi)"
-        raise UserError(Problem("device", "cuda", rule, "device=cpu, or auto"))
-    if not present:
+    if setting == "cpu" or not torch.cuda.is_available():
+        if setting == "cuda":
+            built = f"torch {torch.__version__} for CUDA {torch.version.cuda}"
+            rule = f"no usable CUDA device: {built} sees none (nvidia-smi)"
+            raise UserError(Problem("device", "cuda", rule, "device=cpu, or auto"))
         return torch.device("cpu")
     local_rank = environment.rank if environment.local_rank is None else environment.local_rank
     return torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -50,20 +51,19 @@ def choose_precision(setting: str, device: torch.device) -> torch.dtype:
     if setting == "auto":
         return torch.bfloat16 if _has_fast_bf16(device) else torch.float32
     if setting == "bf16" and device.type == "cuda" and not _has_fast_bf16(device):
-        rule = f"{torch.cuda.get_device_name(device)} cannot multiply bf16 matrices"
-        raise UserError(Problem("precision", "bf16", rule, "precision=fp32, fp16 or auto"))
+        _refuse(device, "precision", "bf16", "cannot multiply bf16 matrices", "precision=fp32, fp16 or auto")
     return DTYPES[setting]
 
 
 def check_fp8(recipe: str | None, device: torch.device) -> None:
-    """Refuses train.fp8 on a GPU that cannot multiply fp8 matrices."""
+    """Refuse train.fp8 on a GPU that cannot multiply fp8 matrices."""
     if recipe is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        rule = f"{torch.cuda.get_device_name(device)} cannot multiply fp8 matrices (compute capability 8.9, Ada, can)"
-        raise UserError(Problem("train.fp8", recipe, rule, "train.fp8=null"))
+        rule = "cannot multiply fp8 matrices (compute capability 8.9, Ada, can)"
+        _refuse(device, "train.fp8", recipe, rule, "train.fp8=null")
 
 
 def use_attention(kernels: str, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
-    """Refuses kernels of train.attention that cannot run here; `heads`: of queries, of keys and values, and their size.
+    """Refuse kernels of train.attention that cannot run here; `heads`: of queries, of keys and values, and their size.
     fa4 makes torch's flash attention on CUDA that of flash-attn-4, for the process. flex is for runs that repeat
     themselves bit for bit, so inductor no longer chooses by time what its kernels sum in one go.
 
@@ -90,11 +90,15 @@ def use_attention(kernels: str, device: torch.device, dtype: torch.dtype, heads:
             out = F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=queries != groups)
             out.sum().backward()
     except Exception as error:  # whatever another package raises
-        place = f"{torch.cuda.get_device_name(device)} with {queries} query and {groups} key-value heads of size {size}"
-        rule = f"does not run on {place} in {name_of(dtype)}: {type(error).__name__}: {shortened(str(error))}"
+        shape = f"{queries} query and {groups} key-value heads of size {size} in {name_of(dtype)}"
+        rule = f"does not run them with {shape}: {type(error).__name__}: {shortened(str(error))}"
         hint = "train.attention=auto" if kernels != "auto" else "train.attention=flash, or flex"
         hint += f", or pip install {FLASH_ATTENTION_4}" if kernels == "fa4" else ""
-        raise UserError(Problem("train.attention", kernels, rule, hint)) from error
+        _refuse(device, "train.attention", kernels, rule, hint)
+
+
+def _refuse(device: torch.device, setting: str, value: str, rule: str, hint: str) -> NoReturn:
+    raise UserError(Problem(setting, value, f"{torch.cuda.get_device_name(device)} {rule}", hint))
 
 
 def silence_foreign_warnings() -> None:

@@ -20,9 +20,7 @@ OF_SLURM = {  # by torchrun's name, the variable of a SLURM step that says the s
     "LOCAL_RANK": "SLURM_LOCALID",
     "MASTER_ADDR": "SLURM_STEP_NODELIST",
 }
-START = (
-    "`torchrun --nproc-per-node N pretrain_gpt.py` or `srun --ntasks N` sets it; for one process unset RANK, WORLD_SIZE"
-)
+START = "`torchrun --nproc-per-node N` or `srun --ntasks N` sets it; for one process unset RANK, WORLD_SIZE"
 LOOPBACK = "127.0.0.1"
 Launcher = Literal["single", "torchrun", "env", "slurm"]
 
@@ -52,12 +50,12 @@ def read_environment(environ: Mapping[str, str]) -> ProcessEnvironment:
         own = OF_SLURM.get(name, name) if slurm and not environ.get(name) else name
         problems.append(Problem(own, given.get(name) or None, rule, START, here=True, alone=name == "RANK"))
 
-    def number(name: str, least: int, most: int = 10**9) -> int | None:
+    def number(name: str, least: int, most: int = 10**9, why: str = "") -> int | None:
         text = given.get(name, "").strip()
         if re.fullmatch("[0-9]{1,10}", text) and least <= int(text) <= most:
             return int(text)
         if text:
-            refuse(name, f"must be a whole number from {least} to {most:,}")
+            refuse(name, f"must be a whole number from {least} to {most:,}{why}")
         return None
 
     several = ("MASTER_ADDR", "MASTER_PORT") if given.get("WORLD_SIZE") != "1" else ()
@@ -65,7 +63,8 @@ def read_environment(environ: Mapping[str, str]) -> ProcessEnvironment:
         if not given.get(name):
             refuse(name, "not set, but the process is one of several by its other variables")
     size, local_size, port = number("WORLD_SIZE", 1), number("LOCAL_WORLD_SIZE", 1), number("MASTER_PORT", 1, 65535)
-    rank, local_rank = number("RANK", 0, (size or 10**9) - 1), number("LOCAL_RANK", 0, (local_size or 10**9) - 1)
+    rank = number("RANK", 0, (size or 10**9) - 1, ", below WORLD_SIZE")
+    local_rank = number("LOCAL_RANK", 0, (local_size or 10**9) - 1, ", below LOCAL_WORLD_SIZE")
     if slurm and environ.get("WORLD_SIZE", "").strip() not in ("", given["WORLD_SIZE"]):
         rule = f"differs from the {given['WORLD_SIZE']} tasks of the SLURM step"
         problems.append(Problem("WORLD_SIZE", environ["WORLD_SIZE"], rule, "unset it, or set RANK too", here=True))
@@ -99,10 +98,9 @@ def first_of_node(environ: Mapping[str, str]) -> bool:
 def launch_command(environment: ProcessEnvironment, arguments: Sequence[str]) -> str:
     """The command that starts a job of this form again; `arguments` are the script and its own."""
     size, local = environment.world_size, environment.local_world_size
-    start = (
-        f"torchrun --standalone --nproc-per-node {size}" if local == size else f"torchrun --nproc-per-node {local} ..."
-    )
-    start = {"single": "python", "slurm": f"srun --ntasks {size} python"}.get(environment.launcher, start)
+    nodes = "--standalone " if local == size else ""
+    torchrun = f"torchrun {nodes}--nproc-per-node {local}{'' if nodes else ' ...'}"
+    start = {"single": "python", "slurm": f"srun --ntasks {size} python"}.get(environment.launcher, torchrun)
     return f"{start} {shlex.join(arguments)}"
 
 
@@ -117,23 +115,18 @@ def _variables(environ: Mapping[str, str]) -> Mapping[str, str]:
 
     The shells of sbatch and salloc are no tasks of a step.
     """
-    step, rank = environ.get("SLURM_STEP_ID", ""), environ.get("SLURM_PROCID")
-    in_shell = not step.isdigit() or int(step) >= FIRST_RESERVED_STEP
-    if environ.get("RANK") or not rank or in_shell:
+    step, job, node = (int(environ.get(f"SLURM_{name}", "") or -1) for name in ("STEP_ID", "JOB_ID", "NODEID"))
+    if environ.get("RANK") or not environ.get("SLURM_PROCID") or not 0 <= step < FIRST_RESERVED_STEP:
         return environ
-
-    def number(name: str) -> int:
-        return int(environ[name]) if environ.get(name, "").isdigit() else 0
-
     counts = [  # tasks of each node: `2(x3),1` -> [2, 2, 2, 1]
         count
         for count, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
         for _ in range(int(nodes or 1))
     ]
     # Below the usual ephemeral ports; steps of a job that run side by side differ.
-    port = 12000 + (number("SLURM_JOB_ID") * 31 + number("SLURM_STEP_ID")) % 20000
+    port = 12000 + (job * 31 + step) % 20000
     return {name: environ.get(own, "") for name, own in OF_SLURM.items()} | {
-        "LOCAL_WORLD_SIZE": counts[min(number("SLURM_NODEID"), len(counts) - 1)] if counts else "",
+        "LOCAL_WORLD_SIZE": counts[node] if 0 <= node < len(counts) else "",
         "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "")),
         "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
     }

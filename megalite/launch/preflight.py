@@ -2,17 +2,14 @@
 
 A node is compared with the median of all: nobody knows how fast a machine should be, but its neighbours show it. All
 ranks of a node measure at the same time, as they will train. The worst rank counts for its node, and the better one of
-the links to two neighbours, since a slow link is the fault of either end. What hangs or is silent is an error of its
-node: rank 0 says at each step who is there, and the others go on.
-
-Ranks speak through the store where they have met, and through nothing else: torch, code, device and network between
-them are what is under test.
+the links to two neighbours, since a slow link is the fault of either end. Ranks speak through the store where they have
+met, and through nothing else: torch, code, device and network between them are under test. At each step rank 0 says who
+is there; what hangs or is silent is an error of its node, and the others go on.
 """
 
 import json
 import os
 import platform
-import queue
 import socket
 import statistics
 import tempfile
@@ -20,6 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -29,7 +27,7 @@ from typing import Any
 
 import torch
 from torch.distributed import ProcessGroupGloo
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore
 
 from megalite.errors.problems import Problem, UserError, refuse
 from megalite.launch.context import ParallelContext
@@ -39,12 +37,12 @@ from megalite.launch.rendezvous import RankInfo, gpu_id, listed, rendezvous
 from megalite.launch.startup import code_fingerprint
 from megalite.layout.ranks import ParallelLayout
 
-ACROSS, CLOCK, ERROR, LINK = "across, GB/s", "clock, s", "error", "link to "
+INSIDE, ACROSS, CLOCK, ERROR, LINK = "inside, GB/s", "across, GB/s", "clock, s", "error", "link to "
 LEAST = {  # share of the median below which a node is slow; disks are shared and uneven
     "matmul, TFLOP/s": 0.8,
     "memory, GB/s": 0.8,
     "disk, MB/s": 0.3,
-    "inside, GB/s": 0.5,
+    INSIDE: 0.5,
     ACROSS: 0.5,
 }
 FARTHEST_S = 5.0  # of a clock from the median's
@@ -83,35 +81,31 @@ def preflight(context: ParallelContext, folder: Path) -> dict[str, Measures]:
     `folder` is that of checkpoints; where it is missing its parent counts. Raises UserError where a rank does not even
     say on which node it is.
     """
-    names = _gather(context, "names", [node_name(), context.device.type, gpu_id(context.device)])
-    if absent := [rank for rank in range(context.world_size) if rank not in names]:
+    here = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    places = _gather(context, "places", [here, context.device.type, gpu_id(context.device)])
+    if absent := [rank for rank in range(context.world_size) if rank not in places]:
         rule = f"no answer within {WAIT_S:.0f} s from rank {listed(absent)}"
         raise UserError(Problem("preflight", context.world_size, rule, "look at their logs and nodes"))
     nodes: dict[str, list[int]] = {}
-    for rank, (name, *_) in names.items():
+    for rank, (name, *_) in places.items():
         nodes.setdefault(name, []).append(rank)
     own: dict[str, Any] = {}
     try:
-        writes = nodes[node_name()][0] == context.rank
+        writes = nodes[here][0] == context.rank
         _in_time(lambda: _measure(own, context.device, folder, writes=writes), HANG_S)
     except (OSError, RuntimeError) as error:
         own[ERROR] = _in_words(error)
-    sharers = [rank for rank, place in names.items() if place == names[context.rank] and place[2]]
+    sharers = [rank for rank, place in places.items() if place == places[context.rank] and place[2]]
     if len(sharers) > 1:
         own[ERROR] = f"ranks {listed(sharers)} share one GPU"
-    there = _gather(context, "measured", among=names)
-    if len({device for _, device, _ in names.values()}) == 1:  # else NCCL would wait for gloo
-        there = _measure_links(own, context, nodes, there)
+    there = _gather(context, "measured", among=places)
+    if len({device for _, device, _ in places.values()}) == 1:  # else NCCL would wait for gloo
+        there = _measure_links(own, context, here, nodes, there)
     own[CLOCK] = time.time()
-    everyone = _gather(context, "measures", own, among=there, to_first=True)
+    everyone = _gather(context, "measures", own, among=there)
     silent = {ERROR: f"no answer within {WAIT_S:.0f} s"}
     found = {name: _of_node([everyone.get(rank, silent) for rank in ranks]) for name, ranks in nodes.items()}
     return {} if context.rank else found
-
-
-def node_name() -> str:
-    """The scheduler's name of this machine, or the machine's own."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def judge(nodes: Mapping[str, Measures]) -> tuple[dict[str, list[str]], list[str]]:
@@ -120,20 +114,21 @@ def judge(nodes: Mapping[str, Measures]) -> tuple[dict[str, list[str]], list[str
     lost = {node for node, measures in nodes.items() if not measures.get(ACROSS)}  # all of its links
     for name in dict.fromkeys(name for measures in nodes.values() for name in measures):
         values = {node: measures[name] for node, measures in nodes.items() if name in measures}
+        certain = name in (*LEAST, ERROR) or name.startswith(LINK)
         if name in LEAST:
             usual = statistics.median(values.values())
             least = LEAST[name] * usual
             wrong = {node: f"{it:.3g}, the median is {usual:.3g}" for node, it in values.items() if it < least}
+        elif certain:  # a dead link is the fault of the end that has no other
+            wrong = {node: it for node, it in values.items() if node in lost or name.removeprefix(LINK) not in lost}
         elif name == CLOCK:
             usual, first = statistics.median(values.values()), next(iter(values.values()))
             wrong = {node: f"{it - usual:+.1f}" for node, it in values.items() if abs(it - usual) > FARTHEST_S}
             values = {node: f"{it - first:+.1f}" for node, it in values.items()}
-        elif name == ERROR or name.startswith(LINK):  # a dead link is the fault of the end that has no other
-            wrong = {node: it for node, it in values.items() if node in lost or name.removeprefix(LINK) not in lost}
         else:
             [(most, _)] = Counter(values.values()).most_common(1)
             wrong = {node: it for node, it in values.items() if it != most}
-        if 2 * len(wrong) < len(values) or name in (*LEAST, ERROR) or name.startswith(LINK):
+        if certain or 2 * len(wrong) < len(values):
             for node, words in wrong.items():
                 faults.setdefault(node, []).append(f"{name}: {words}")
         else:
@@ -143,8 +138,7 @@ def judge(nodes: Mapping[str, Measures]) -> tuple[dict[str, list[str]], list[str
 
 
 def best(nodes: Mapping[str, Measures], keep: int) -> list[str]:
-    """The nodes that shall train, in their order: those without errors, then without faults, before others, fast ones
-    before slow ones."""
+    """The nodes that shall train, in their order: those with the fewest faults, the fastest first."""
     faults, _ = judge(nodes)
     medians = {name: statistics.median(each.get(name, 0.0) for each in nodes.values()) for name in LEAST}
 
@@ -166,11 +160,8 @@ def table(nodes: Mapping[str, Measures]) -> list[str]:
     return lines + [f"{node}: {fault}" for node, found in faults.items() for fault in found] + differences
 
 
-def _gather(
-    context: ParallelContext, step: str, value: Any = None, *, among: Iterable[int] = (), to_first: bool = False
-) -> dict[int, Any]:
-    """The value of each rank that comes in time, by rank: those `among` (all) that rank 0 has seen. `to_first`: rank 0
-    alone waits and reads."""
+def _gather(context: ParallelContext, step: str, value: Any = None, *, among: Iterable[int] = ()) -> dict[int, Any]:
+    """The values of the ranks that come in time, by rank: those `among` (all) that rank 0 has seen."""
     if context.store is None:
         return {0: value}
     store = PrefixStore(f"preflight/{step}", context.store)
@@ -181,14 +172,12 @@ def _gather(
             store.wait(keys, timedelta(seconds=WAIT_S))
         there = [key for key in keys if store.check([key])]
         store.set("all", json.dumps([[int(key), json.loads(store.get(key))] for key in there]))
-    elif to_first:
-        return {}
     store.wait(["all"], timedelta(seconds=2 * WAIT_S))  # rank 0 may come late, and then wait for others
     return dict(json.loads(store.get("all")))
 
 
 def _measure(own: dict[str, Any], device: torch.device, folder: Path, *, writes: bool) -> None:
-    """Fills `own`, so that what was measured before something hangs is kept."""
+    """Fill `own`, so that what was measured before something hangs is kept."""
     cuda = device.type == "cuda"
     own |= {"python": platform.python_version(), "torch": torch.__version__, "megalite": code_fingerprint()}
     own["device"] = torch.cuda.get_device_name(device) if cuda else device.type
@@ -218,30 +207,31 @@ def seconds(action: Callable[[], Any], device: torch.device, at_least_s: float) 
 def _write(folder: Path) -> None:
     """Into the folder, or where it would be made: a mount point that is missing is an error, not made."""
     with tempfile.TemporaryFile(dir=folder if folder.is_dir() else folder.parent) as file:
-        file.write(os.urandom(1 << 20) * (DISK_BYTES >> 20))
+        file.write(os.urandom(DISK_BYTES))
         file.flush()
         os.fsync(file.fileno())
 
 
 def _measure_links(
-    own: dict[str, Any], context: ParallelContext, nodes: Mapping[str, Sequence[int]], there: dict[int, Any]
+    own: dict[str, Any],
+    context: ParallelContext,
+    here: str,
+    nodes: Mapping[str, Sequence[int]],
+    there: dict[int, Any],
 ) -> dict[int, Any]:
-    """GB/s of an all-reduce among the ranks of this node, and with the nodes beside it, 0 where it fails; which ranks
-    still answer."""
-    names, here = [*nodes], node_name()
-    pairs = [*zip(names, names[1:] + names[:1], strict=True)][: len(names) if len(names) > 2 else len(names) - 1]
-    even = len(pairs) // 2 * 2  # nobody measures two links at a time
-    for number, links in enumerate([[*zip(names, names, strict=True)], pairs[0:even:2], pairs[1:even:2], pairs[even:]]):
+    """Measure an all-reduce among the ranks of this node, and with the nodes beside it, 0 where it fails; the ranks
+    that still answer."""
+    names = [*nodes]
+    ring = [*zip(names, names[1:] + names[:1], strict=True)][: len(names) if len(names) > 2 else len(names) - 1]
+    even = len(ring) // 2 * 2  # no node measures two links at a time
+    for number, links in enumerate([[(name, name) for name in names], ring[0:even:2], ring[1:even:2], ring[even:]]):
         for one, other in links:
             ranks = nodes[one] if one == other else [nodes[one][0], nodes[other][0]]
             if context.rank not in ranks or len(ranks) == 1 or not there.keys() >= {*ranks}:
                 continue
-            figure, speed = "inside, GB/s" if one == other else ACROSS, 0.0
+            figure, speed = INSIDE if one == other else ACROSS, 0.0
             try:
-                store = context.store.clone()  # type: ignore[union-attr]  # a connection that may hang
-                place = PrefixStore(f"preflight/{one}-{other}", store)
-                reduce = partial(_all_reduce, place, ranks.index(context.rank), len(ranks), context.device)
-                speed = _in_time(reduce, LINK_S)
+                speed = _in_time(partial(_all_reduce, context, (one, other), ranks), LINK_S)
             except (OSError, RuntimeError) as error:
                 own[f"{LINK}{other if one == here else one}"] = _in_words(error)
             own[figure] = max(own.get(figure, 0.0), speed)
@@ -249,41 +239,42 @@ def _measure_links(
     return there
 
 
-def _all_reduce(store: Store, rank: int, size: int, device: torch.device) -> float:
+def _all_reduce(context: ParallelContext, ends: tuple[str, str], ranks: Sequence[int]) -> float:
     """GB/s of a group that its members alone make, outside of torch's world."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # of this thread
-        group: Any = torch.distributed.ProcessGroupNCCL(store, rank, size, torch.distributed.ProcessGroupNCCL.Options())
+    clone = context.store.clone()  # type: ignore[union-attr]  # a connection that may hang
+    store, rank, cuda = (
+        PrefixStore(f"preflight/{ends}", clone),
+        ranks.index(context.rank),
+        context.device.type == "cuda",
+    )
+    if cuda:
+        torch.cuda.set_device(context.device)  # of this thread
+        nccl: Any = torch.distributed.ProcessGroupNCCL
+        group = nccl(store, rank, len(ranks), nccl.Options())
     else:
-        group = ProcessGroupGloo(store, rank, size, timedelta(seconds=LINK_S))
-    content = torch.ones((256 << 20) if device.type == "cuda" else (8 << 20), device=device, dtype=torch.uint8)
-    took = [seconds(lambda: group.allreduce([content]).wait(), device, 0.0) for _ in range(20)]
+        group = ProcessGroupGloo(store, rank, len(ranks), timedelta(seconds=LINK_S))
+    content = torch.ones((256 << 20) if cuda else (8 << 20), device=context.device, dtype=torch.uint8)
+    took = [seconds(lambda: group.allreduce([content]).wait(), context.device, 0.0) for _ in range(20)]
     group.shutdown()
     return content.numel() / statistics.median(took[1:]) / 1e9
 
 
 def _in_time(action: Callable[[], Any], limit_s: float) -> Any:
-    """What the action gives; TimeoutError after `limit_s`. What hangs (NCCL, a driver, a disk) stays in its thread."""
-    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    """The action's result; TimeoutError after `limit_s`. What hangs (NCCL, a driver, a disk) stays in its thread."""
+    answer: Future[Any] = Future()
 
     def act() -> None:
         try:
-            answers.put((action(), None))
+            answer.set_result(action())
         except Exception as error:
-            answers.put((None, error))
+            answer.set_exception(error)
 
     threading.Thread(target=act, daemon=True).start()
-    try:
-        answer, error = answers.get(timeout=limit_s)
-    except queue.Empty:
-        raise TimeoutError(f"no answer within {limit_s:.0f} s") from None
-    if error is not None:
-        raise error
-    return answer
+    return answer.result(limit_s)
 
 
 def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error) or 'without a word').splitlines()[0]}"
+    return f"{type(error).__name__}: {(str(error) or 'no answer in time').splitlines()[0]}"
 
 
 def _of_node(ranks: Sequence[Measures]) -> Measures:

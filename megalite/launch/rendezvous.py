@@ -1,9 +1,9 @@
 """Lets the ranks of a job find each other, or tells all of them why they cannot.
 
 They meet at a store before any process group exists. Rank 0 opens a round. Every rank leaves there what it is (its
-host, its GPU, its plan, its problems). Once all have, rank 0 leaves the verdict: who takes part, and the problems that
-all ranks then raise alike. So a missing rank is named, a rank without a GPU stops the others at once, and ranks of
-different plans do not wait for each other's groups.
+host, its GPU, its plan, its problems). Then rank 0 leaves the verdict: who takes part, and the problems that all ranks
+raise alike. So a missing rank is named, a rank without a GPU stops the others at once, and ranks of different plans do
+not wait for each other's groups.
 
 A store of torchrun's outlives the ranks, and a restart must not take what dead ranks have left for its own; torchrun
 gives ranks no number of the restart that is alike on all nodes. So a verdict counts only for the processes that it
@@ -15,7 +15,8 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -76,15 +77,11 @@ def _judge(store: Store, info: RankInfo, size: int, timeout_s: float) -> tuple[S
     place.set(ranks[0], json.dumps(asdict(info)))
     store.set(ROUND, info.token)
     wait_until(lambda: place.check(ranks), time.monotonic() + timeout_s)
-    came = [rank for rank, key in enumerate(ranks) if place.check([key])]
-    infos = [RankInfo(**json.loads(text)) for text in place.multi_get([ranks[rank] for rank in came])]
+    infos = [RankInfo(**json.loads(place.get(key))) for key in ranks if place.check([key])]
     problems = find_problems(infos)
-    if missing := sorted({*range(size)} - {*came}):
-        rule = f"{len(came)} of {size} ranks arrived within parallel.startup_timeout_s; missing: {listed(missing)}"
-        hint = "look at the logs of the missing ranks, or start fewer"
-        if _agent_serves():  # which keeps the address of the first round's store
-            hint += "; if a node has come or gone, export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 on all"
-        problems.append(Problem("WORLD_SIZE", size, rule, hint))
+    if missing := sorted({*range(size)} - {each.rank for each in infos}):
+        rule = f"{len(infos)} of {size} ranks arrived within parallel.startup_timeout_s; missing: {listed(missing)}"
+        problems.append(Problem("WORLD_SIZE", size, rule, "look at the logs of the missing ranks, or start fewer"))
     verdict = [[each.token for each in infos], [problem.as_json() for problem in problems]]
     place.set("verdict", json.dumps(verdict))
     if problems:
@@ -95,29 +92,25 @@ def _judge(store: Store, info: RankInfo, size: int, timeout_s: float) -> tuple[S
 def _attend(store: Store, info: RankInfo, size: int, timeout_s: float) -> tuple[Store, list[Problem]]:
     """Leave `info` in the newest round, and wait for a verdict that names this process."""
     found: list[tuple[Store, list[Problem]]] = []
-    left: dict[str, RankInfo] = {}  # by the token of a round, who has taken this rank's place there
 
     def judged() -> bool:
         if not store.check([ROUND]):
             return False
-        place = PrefixStore(f"megalite/{(token := store.get(ROUND).decode())}", store)
-        if token not in left:
-            taken = place.compare_set(f"ranks/{info.rank}", "", json.dumps(asdict(info)))
-            left[token] = RankInfo(**json.loads(taken))
-        first = left[token]
+        place = PrefixStore(f"megalite/{store.get(ROUND).decode()}", store)
+        first = RankInfo(**json.loads(place.compare_set(f"ranks/{info.rank}", "", json.dumps(asdict(info)))))
         if first.token != info.token and not _agent_serves():  # else it is of a rank that has died
             both = " and ".join(f"process {each.pid} on {each.host}" for each in (first, info))
             rule = f"{both} both claim this rank, or belong to two jobs that meet at the same port"
             hint = "give each process its own RANK, and each job its own MASTER_PORT"
             raise UserError(Problem("RANK", info.rank, rule, hint, alone=True))
         tokens, fields = json.loads(place.get("verdict")) if place.check(["verdict"]) else ([], [])
-        found.append((place, [Problem(**each) for each in fields]))
+        found[:] = [(place, [Problem(**each) for each in fields])]
         return info.token in tokens
 
     if not wait_until(judged, time.monotonic() + 2 * timeout_s):  # rank 0 may have come late, and then waits for others
         rule = "did not come within parallel.startup_timeout_s"
         raise UserError(Problem("RANK", 0, rule, "look at the logs of rank 0", alone=True))
-    return found[-1]
+    return found[0]
 
 
 def _agent_serves() -> bool:
@@ -126,37 +119,32 @@ def _agent_serves() -> bool:
 
 
 def find_problems(infos: Sequence[RankInfo]) -> list[Problem]:
-    """Everything that stands against starting, each once."""
+    """Everything that stands against starting, once each. Ranks of different plans would wait for each other for ever,
+    or train different models."""
     found = [Problem(**fields) for info in infos for fields in info.problems]
-    found += _differences([info for info in infos if info.plan])
-    users: dict[tuple[str, str], list[int]] = {}
+    planned = [info for info in infos if info.plan]
+    for name in dict.fromkeys(name for info in planned for name in info.plan):
+        holders: dict[str, list[RankInfo]] = defaultdict(list)
+        for info in planned:
+            holders[info.plan.get(name, "default")].append(info)
+        (first, where), *others = (
+            (text, f"rank {listed([each.rank for each in who])} ({who[0].host})") for text, who in holders.items()
+        )
+        rule = f"so on {where}, but {', '.join(f'{text!r} on {there}' for text, there in others[:4])}"
+        if others:
+            found.append(Problem(name, first, rule, "start every rank with the same settings, files and versions"))
+    users: dict[tuple[str, str | None], list[int]] = defaultdict(list)
     for info in infos:
-        if info.gpu is not None:
-            users.setdefault((info.host, info.gpu), []).append(info.rank)
-    for (host, _), ranks in users.items():
-        if len(ranks) > 1:
+        users[info.host, info.gpu].append(info.rank)
+    for (host, gpu), ranks in users.items():
+        if gpu is not None and len(ranks) > 1:
             rule = f"ranks {listed(ranks)} of {host} share one GPU"
             found.append(Problem("device", "cuda", rule, "at most one rank per GPU, or device=cpu"))
-    if len({info.host for info in infos}) > 1:
-        for host in (info.host for info in infos if info.gloo_on_loopback):
-            rule = f"the name of host {host} resolves to its loopback address, which other nodes cannot reach"
-            hint = "GLOO_SOCKET_IFNAME=<network interface>, or correct /etc/hosts"
-            found.append(Problem("GLOO_SOCKET_IFNAME", None, rule, hint))
+    for host in {info.host for info in infos if info.gloo_on_loopback and len({each.host for each in infos}) > 1}:
+        rule = f"the name of host {host} resolves to its loopback address, which other nodes cannot reach"
+        hint = "GLOO_SOCKET_IFNAME=<network interface>, or correct /etc/hosts"
+        found.append(Problem("GLOO_SOCKET_IFNAME", None, rule, hint))
     return list(dict.fromkeys(found))
-
-
-def _differences(infos: Sequence[RankInfo]) -> Iterator[Problem]:
-    """What the ranks plan differently: they would wait for each other for ever, or train different models."""
-    for name in dict.fromkeys(name for info in infos for name in info.plan):
-        holders: dict[str, list[RankInfo]] = {}
-        for info in infos:
-            holders.setdefault(info.plan.get(name, "default"), []).append(info)
-        if len(holders) > 1:
-            (first, where), *others = (
-                (text, f"rank {listed([each.rank for each in who])} ({who[0].host})") for text, who in holders.items()
-            )
-            rule = f"so on {where}, but {', '.join(f'{text!r} on {there}' for text, there in others[:4])}"
-            yield Problem(name, first, rule, "start every rank with the same settings, files and versions")
 
 
 def _open_store(environment: ProcessEnvironment, deadline: float) -> Store:

@@ -63,8 +63,7 @@ def start(
     if environment.world_size > 1:
         allow_open_files()
         own = {"WORLD_SIZE": str(environment.world_size), "torch": torch.__version__, "megalite": code_fingerprint()}
-        shared = {} if problems else {**own, **(plan or {})}
-        info = RankInfo.of(environment.rank, device, shared, problems)
+        info = RankInfo.of(environment.rank, device, {} if problems else own | dict(plan or {}), problems)
         store = rendezvous(environment, info, timeout_s=timeout_s, store=store)
         if environment.local_world_size == environment.world_size:
             listen_on_loopback(os.environ)
@@ -74,8 +73,8 @@ def start(
         torch.cuda.set_device(device)
         # torch would warn that messages of a group go in one order; the pipeline counts on it.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
-    waits_s = after_report_s(timeout_s)
-    return join(layout, environment.rank, device, dtype, store, timeout_s=waits_s, needs=needs, nccl=nccl)
+    place = (layout, environment.rank, device, dtype, store)
+    return join(*place, timeout_s=after_report_s(timeout_s), needs=needs, nccl=nccl)
 
 
 def join(
@@ -111,7 +110,7 @@ def make_groups(
     `nccl` holds options by `GroupSpec.options`; groups with different options do not share a communicator.
     """
     made: dict[tuple[Any, ...], Any] = {}
-    groups = {}
+    groups: dict[str, dist.ProcessGroup] = {}
     for spec in specs:
         on_gpu = device.type == "cuda" and not spec.on_host
         options = nccl.get(spec.options, {}) if on_gpu else {}

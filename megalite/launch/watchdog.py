@@ -1,15 +1,13 @@
-"""Ends a job in which nothing goes on any more, and reports where each rank stands.
+"""Ends a job in which nothing goes on any more, and finds out which rank ended one: reports where each rank stands.
 
-A collective that a rank does not join fails on the others, who know neither who it is nor what it does instead, and a
-rank may hang without any collective. So two threads watch the main one. The first looks whether it makes progress and
-talks to nobody. The second has a connection of its own to the store where the ranks met. The first rank whose patience
-is at its end calls the roll there, and every rank that can still answer leaves what it does and where its code stands.
-One of them writes the report, then all end. Ranks that do not answer are the report's most important line. If all ranks
-answer and each is in a slow phase (a save, start-up), they go on.
+A collective that a rank does not join fails on the others, who know neither which rank it is nor what that does
+instead, and a rank may hang without any collective. So two threads watch the main one: one looks for progress, the
+other speaks over a connection of its own to the store where the ranks met. The first rank to lose patience calls the
+roll there; all ranks that can answer leave what they do and where their code stands; one writes the report; all end.
+If all ranks answer from slow phases (a save, start-up), they go on.
 
 Nothing that may hang itself (the store, a disk, stderr) keeps a rank from ending REPORT_S + WRITE_S after its patience.
-A process that was stopped as a whole (a suspended job, a laptop's lid) has not waited meanwhile: each look counts as
-two intervals at most.
+A process that was stopped as a whole (a suspended job, a laptop's lid) has not waited meanwhile.
 """
 
 import faulthandler
@@ -23,7 +21,6 @@ import traceback
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -40,52 +37,42 @@ ROLL_S = 5.0  # of these for the words of all ranks
 WRITE_S = 2.0  # and for a report, whose disk may hang, too
 LOOK_S = 2.0  # between two looks for a roll call, at most
 READ_S = 1.0  # for the others to read a verdict, where the store lives in rank 0
+CAUSE_S = 3.0  # for the words of all ranks after a failure
 HUNG = 1  # exit status
 SAVES = 10  # times the patience: what a save may take
 FRAMES = 4  # of a stack, in the report's summary
-PACKAGE = str(Path(__file__).parents[1])
+ROOT = f"{Path(__file__).parents[2]}{os.sep}"
 
 
-def after_report_s(patience_s: float) -> float:
+def after_report_s(timeout_s: float) -> float:
     """The time-out of collectives. The watchdog speaks first: a collective that fails ends its rank before others can
     say where they stand."""
-    return patience_s + 2 * REPORT_S
-
-
-class Patience(NamedTuple):
-    """How long nothing may go on."""
-
-    setting: str  # that sets it
-    seconds: float
+    return timeout_s + 2 * REPORT_S
 
 
 class Doing(NamedTuple):
-    """What a rank is at."""
+    """A rank's place in its work, and how long it may stay there."""
 
     mark: object  # changes with any progress
     words: str
-    may_take: float = 1.0  # times the patience, as long as all ranks answer
+    setting: str  # that sets the next field
+    timeout_s: float
+    may_take: float = 1.0  # times `timeout_s`, as long as all ranks answer
 
 
 class Watchdog:
     """Context manager: meanwhile the calling thread must make progress.
 
-    `doing` and `patience` are asked at each look. The report goes to stderr and into `folder`. `hosts`: where each rank
-    runs. Does nothing in a world of one.
+    `doing` is asked at each look. The report goes to stderr and into `folder`. `hosts`: where each rank runs. Does
+    nothing in a world of one.
     """
 
     def __init__(
-        self,
-        context: ParallelContext,
-        doing: Callable[[], Doing],
-        patience: Callable[[], Patience],
-        folder: Path,
-        hosts: Sequence[str],
+        self, context: ParallelContext, doing: Callable[[], Doing], folder: Path, hosts: Sequence[str]
     ) -> None:
-        self._context, self._doing, self._patience = context, doing, patience
-        self._folder, self.hosts = folder, hosts
+        self.doing, self._context, self._folder, self._hosts = doing, context, folder, hosts
         self._watched, self._over = threading.get_ident(), threading.Event()
-        self._idle_s, self._granted_s = 0.0, 0.0  # since the last progress; of that, excused by a verdict
+        self._idle_s, self._excused_s = 0.0, 0.0  # since the last progress; of that, excused by a verdict
         targets = [] if context.store is None else [self._watch, self._answer_calls]
         self._threads = [threading.Thread(target=each, name="watchdog", daemon=True) for each in targets]
 
@@ -93,10 +80,6 @@ class Watchdog:
         for thread in self._threads:
             thread.start()
         return self
-
-    def follow(self, doing: Callable[[], Doing], patience: Callable[[], Patience]) -> None:
-        """From now on, ask these."""
-        self._doing, self._patience = doing, patience
 
     def __exit__(self, *_: object) -> None:
         """A thread that comes back from the store while Python ends would abort the process: they end before."""
@@ -107,33 +90,33 @@ class Watchdog:
     stop = __exit__
 
     def _watch(self) -> None:
-        before, looked = self._doing(), time.monotonic()
-        while not self._over.wait(pause := min(1.0, self._patience().seconds / 20)):
-            now, at = time.monotonic(), self._doing()
+        before, looked = self.doing(), time.monotonic()
+        while not self._over.wait(pause := min(1.0, before.timeout_s / 20)):
+            now, at = time.monotonic(), self.doing()
             self._idle_s += min(now - looked, 2 * pause)
             if at.mark != before.mark:
-                self._idle_s = self._granted_s = 0.0
+                self._idle_s = self._excused_s = 0.0
             before, looked = at, now
-            if self._idle_s > self._granted_s + self._patience().seconds + REPORT_S:
-                met = f"the place where the ranks met (rank 0 on {self.hosts[0]}, or its torchrun)"
+            if self._idle_s > self._excused_s + at.timeout_s + REPORT_S:
+                met = f"the place where the ranks met (rank 0 on {self._hosts[0]}, or its torchrun)"
                 self._report(f"{met} does not answer", {self._context.rank: self._word()})
                 self._exit()
 
     def _answer_calls(self) -> None:
-        """Call the roll if nothing goes on for too long here; answer when one of the others does."""
+        """Call the roll if nothing goes on for too long here; answer when another rank does."""
         while not self._over.is_set():
             with suppress(DistError):  # where it stays so, `_watch` has the last word
                 store: Store = self._context.store.clone()  # type: ignore[union-attr]  # not in torch's stubs
-                while not self._over.wait(min(LOOK_S, self._patience().seconds / 20)):
+                while not self._over.wait(min(LOOK_S, (timeout_s := self.doing().timeout_s) / 20)):
                     call = int(store.compare_set("hang/call", "", "0"))  # the newest; 0: none yet
                     if call and not store.check([f"hang/{call}/verdict"]):
                         self._answer(store, f"hang/{call}")
-                    elif self._idle_s > self._granted_s + self._patience().seconds:
+                    elif self._idle_s > self._excused_s + timeout_s:
                         store.compare_set("hang/call", str(call), str(call + 1))
             self._over.wait(LOOK_S)
 
     def _answer(self, store: Store, key: str) -> None:
-        """Leave this rank's word; end, or go on, as the first one to answer has judged."""
+        """Leave this rank's word; end, or go on, as the first rank to answer has judged."""
         rank, verdict = self._context.rank, f"{key}/verdict"
         store.set(f"{key}/{rank}", json.dumps(self._word()))
         if store.add(f"{key}/words", 1) == 1:
@@ -141,30 +124,28 @@ class Watchdog:
         with suppress(DistError):  # rank 0 has ended, and the store with it
             if wait_until(lambda: self._over.is_set() or store.check([verdict]), time.monotonic() + REPORT_S / 2):
                 if self._over.is_set() or not store.get(verdict):
-                    self._granted_s = self._idle_s
+                    self._excused_s = self._idle_s
                     return
                 time.sleep(READ_S if rank == 0 else 0.0)
         self._exit()
 
     def _judge(self, store: Store, key: str) -> str:
-        """Wait for the words of all and report, with which ranks answer no more. Empty where all are at what may take
-        longer, or where training ends meanwhile."""
-        ranks, answered = range(self._context.world_size), partial(store.add, f"{key}/words", 0)
-        wait_until(lambda: self._over.is_set() or answered() == len(ranks), time.monotonic() + ROLL_S)
-        words = {at: json.loads(store.get(f"{key}/{at}")) for at in ranks if store.check([f"{key}/{at}"])}
-        silent = [at for at in ranks if at not in words]
+        """Wait for the words of all ranks, and report. Empty where all of them may take longer, or training ends."""
+        size = self._context.world_size
+        wait_until(lambda: self._over.is_set() or store.add(f"{key}/words", 0) == size, time.monotonic() + ROLL_S)
+        words = {at: json.loads(store.get(f"{key}/{at}")) for at in range(size) if store.check([f"{key}/{at}"])}
+        silent = [at for at in range(size) if at not in words]
         if self._over.is_set() or not (silent or any(word["hangs"] for word in words.values())):
             return ""
-        where = listed([*dict.fromkeys(self.hosts[rank] for rank in silent)])
+        where = listed([*dict.fromkeys(self._hosts[rank] for rank in silent)])
         why = "stopped, gone with its host, or it holds Python's lock"
         finding = f"no answer from rank {listed(silent)} on {where}: {why}" if silent else "all ranks answer"
-        told = self._report(finding, words)
-        store.compare_set("failure/cause", "", told)  # the first rank to end breaks the collectives of others
+        store.compare_set("failure/cause", "", self._report(finding, words))  # an end breaks the collectives of others
         return finding
 
     def _word(self) -> dict[str, Any]:
-        """What this rank does, and where its threads are."""
-        names, doing = {thread.ident: thread.name for thread in threading.enumerate()}, self._doing()
+        """This rank's doing, and where its threads are."""
+        names, doing = {thread.ident: thread.name for thread in threading.enumerate()}, self.doing()
         stacks = {names.get(ident, str(ident)): _lines(frame) for ident, frame in sys._current_frames().items()}
         main = _lines(sys._current_frames()[self._watched])
         own = [line for line in main if line.startswith("megalite/")] or main
@@ -173,7 +154,7 @@ class Watchdog:
             "pid": os.getpid(),
             "doing": doing.words,
             "idle_s": round(self._idle_s, 1),
-            "hangs": self._idle_s > doing.may_take * self._patience().seconds,
+            "hangs": self._idle_s > doing.may_take * doing.timeout_s,
             "at": " < ".join(reversed(own[-FRAMES:])),
             "stacks": stacks | {"main": main},
         }
@@ -181,8 +162,8 @@ class Watchdog:
     def _report(self, finding: str, words: Mapping[int, Mapping[str, Any]]) -> str:
         """Write it to stderr, then all of it into a file; its first line. A thread of C ends the process where one of
         them hangs for WRITE_S."""
-        setting, seconds = self._patience()
-        first = f"no progress within {setting} ({seconds:g} s); {finding}"
+        setting, timeout_s = self.doing()[2:4]
+        first = f"no progress within {setting} ({timeout_s:g} s); {finding}"
         lines = [first, *summary(words), f"if a step may take so long: a larger {setting}"]
         path = self._folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-rank-{self._context.rank}.json"
         with open(os.devnull, "w") as nowhere, suppress(OSError):
@@ -200,7 +181,7 @@ class Watchdog:
 
 
 def summary(words: Mapping[int, Mapping[str, Any]]) -> list[str]:
-    """A line for all ranks that do the same at the same place: those who differ from the rest come first."""
+    """A line for all ranks that do the same at the same place; ranks that differ from the rest come first."""
     places: dict[tuple[str, str], list[int]] = defaultdict(list)
     for rank, word in words.items():
         places[word["doing"], word["at"]].append(rank)
@@ -214,6 +195,39 @@ def summary(words: Mapping[int, Mapping[str, Any]]) -> list[str]:
 
 def _lines(frame: FrameType) -> list[str]:
     """`megalite/train/loop.py:120 _launch`, innermost last. Reads no source files: their disk may be what hangs."""
-    root = str(Path(PACKAGE).parent) + os.sep
     frames = [(each.f_code, line) for each, line in traceback.walk_stack(frame)]
-    return [f"{code.co_filename.removeprefix(root)}:{line} {code.co_name}" for code, line in reversed(frames)]
+    return [f"{code.co_filename.removeprefix(ROOT)}:{line} {code.co_name}" for code, line in reversed(frames)]
+
+
+def find_cause(context: ParallelContext, error: BaseException) -> str:
+    """What the ranks know together about why they cannot go on, in a line for people; empty for a single process.
+
+    A rank whose collective breaks sees a socket, not a rank. So each leaves word in the store: a rank with an error of
+    its own is the cause; a rank without a word was killed, is stopped or hangs.
+    """
+    store, size = context.store, context.world_size
+    if store is None:
+        return ""
+    try:
+        if not is_broken_link(error):
+            word = f"rank {context.rank} on {socket.gethostname()}: {type(error).__name__}: {error}"
+            store.compare_set("failure/cause", "", word)
+        store.set(f"failure/{context.rank}", "")
+        store.add("failure/count", 1)
+        deadline = time.monotonic() + CAUSE_S
+        wait_until(lambda: store.check(["failure/cause"]) or store.add("failure/count", 0) == size, deadline)
+        if not store.check(["failure/cause"]):
+            silent = [rank for rank in range(size) if not store.check([f"failure/{rank}"])]
+            word = f"no word from rank {listed(silent)}: killed, stopped or hanging"
+            store.compare_set("failure/cause", "", word if silent else "a lost connection (the network?)")
+        cause = store.get("failure/cause").decode()
+        if context.rank == 0:
+            time.sleep(READ_S)  # the store may live in this process: the others read, too
+        return cause
+    except DistError:
+        return "rank 0 has ended, and with it the place where the ranks met"
+
+
+def is_broken_link(error: BaseException) -> bool:
+    """Whether another rank's failure may be behind this error (gloo has no exception type of its own)."""
+    return isinstance(error, DistError) or "third_party/gloo" in str(error)

@@ -28,12 +28,11 @@ class Embedding(nn.Module):
             self.position = Table(config.max_positions, config.hidden_size, place)
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """tokens, positions [b, s] -> [s, b, h], with sequence parallelism this rank's part [s/t, b, h]"""
+        """tokens [b, s], positions [b or 1, s] -> [s, b, h], with sequence parallelism this rank's part [s/t, b, h]"""
         embedded: Tensor = self.word(tokens.t())
         if hasattr(self, "position"):
             # One row of positions for all samples is looked up once, and its gradient summed over them before.
-            shared = positions.stride(0) == 0
-            mine = (positions[:1] if shared else positions).t()
+            shared, mine = len(positions) < len(tokens), positions.t()
             if self.sequence is not None:  # after the sum over ranks, so that positions are added once
                 mine = mine.tensor_split(self.sequence.size)[self.sequence.index]
             weight = self.position.weight  # shared rows are added once: any order will do

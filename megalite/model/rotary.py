@@ -70,9 +70,7 @@ def _kept_by_yarn(config: ModelConfig) -> Tensor:
 
 def rotary_tables(frequencies: Tensor, positions: Tensor, magnitude: float = 1.0) -> tuple[Tensor, Tensor]:
     """Factors of x and of its swapped halves, `magnitude` times cosines and signed sines, for positions [b, s]: two
-    [b, s, head_size], or [1, s, head_size] of one row of positions that was expanded to b."""
-    if positions.stride(0) == 0:
-        positions = positions[:1]
+    [b, s, head_size]. One row of positions for all sequences has b = 1."""
     angles = positions[:, :, None] * frequencies  # [b, s, head_size / 2]
     cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)

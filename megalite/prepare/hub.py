@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.durable_files import private_files
+from megalite.data.tokenizers import first_line
 from megalite.errors.problems import Problem, UserError
 
 PATIENCE = 3.0  # seconds for the hub to answer
@@ -41,8 +42,7 @@ def _answers() -> bool:
 
     endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     with suppress(Exception):  # of several libraries
-        status = huggingface_hub.get_session().head(endpoint, timeout=PATIENCE).status_code
-        return status < 500 and status not in (403, 407)  # a proxy's refusal is no answer of the hub
+        return bool(huggingface_hub.get_session().head(endpoint, timeout=PATIENCE).status_code < 500)
     return False
 
 
@@ -93,8 +93,3 @@ def tokenizer_folder(name: str) -> Path:
         rule = f"is no folder here, and as a name on the hub: {first_line(error)}"
         hint = "use bpe, byte, char or a folder that exists; to work offline, one by AutoTokenizer.save_pretrained"
         raise UserError(Problem("tokenizer", name, rule, hint)) from error
-
-
-def first_line(error: BaseException) -> str:
-    """The message of a library, without its advice."""
-    return next(iter(str(error).splitlines()), "")

@@ -9,7 +9,7 @@ shards that are missing.
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,16 +22,14 @@ from megalite.config.schema import Config
 from megalite.config.user_files import read_bytes
 from megalite.data.open import FORMAT, Progress, TokenFiles, check_vocabulary, digest, paths_of
 from megalite.data.token_file import TokenFile, dtype_for, read_facts, with_suffix
-from megalite.data.tokenizer_folder import load_tokenizer
-from megalite.data.tokenizers import TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer
+from megalite.data.tokenizers import TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UnavailableError, UserError, collect, collect_all, refuse
 from megalite.errors.remedies import of_system
 from megalite.launch.host import allow_open_files, usable_cores
 from megalite.prepare.hub import TOKENIZER_FILES, tokenizer_folder
 from megalite.prepare.reading import Shard, pieces
-from megalite.prepare.sources import Source, not_read, sources_of
-from megalite.prepare.token_writer import join
-from megalite.prepare.tokenizing import Job, tokenize_shards
+from megalite.prepare.sources import Source, sources_of
+from megalite.prepare.tokenizing import Job, join, tokenize_shards
 
 SAMPLE = 8 << 20  # characters of text that a BPE is trained on
 SAMPLED_SHARDS = 64
@@ -63,10 +61,9 @@ def prepare(config: Config, progress: Progress | None = None) -> TokenFiles:
         prefixes = [Path(path).expanduser().absolute() for path in paths_of(config.data)]
         built_in = config.tokenizer in BUILT_IN_TOKENIZERS
         return TokenFiles(prefixes, tokenizer=None if built_in else named_tokenizer(config.tokenizer))
-    sources = sources_of(config.data)
-    targets = targets_of(config, sources)
+    targets = targets_of(config, sources_of(config.data))
     _make(config, targets, progress, "data.cache_dir")
-    return TokenFiles([target.prefix for target in targets], not_read(sources))
+    return TokenFiles([target.prefix for target in targets])
 
 
 def prepare_file(source: Source, config: Config, prefix: Path, progress: Progress | None = None) -> None:
@@ -149,11 +146,12 @@ def _make(config: Config, targets: list[Target], progress: Progress | None, sett
     plans = _plans(config, [target.source for target in targets])
     # The text can be read from what is made.
     with private_files(), _locked([target.prefix for target in targets], setting):
-        jobs: dict[Target, list[Job]] = {}  # the shards of a missing target, and the token file that each becomes
-        for target, plan in zip(targets, plans, strict=True):
-            if not target.is_prepared:
-                jobs[target] = [(target.work / f"part-{number:05d}", shard) for number, shard in enumerate(plan)]
-        tally = _Tally([job for each in jobs.values() for job in each], progress)
+        jobs: dict[Target, list[Job]] = {  # the shards of a missing target, and the token file that each becomes
+            target: [(target.work / f"part-{number:05d}", shard) for number, shard in enumerate(plan)]
+            for target, plan in zip(targets, plans, strict=True)
+            if not target.is_prepared
+        }
+        count = _counter([job for each in jobs.values() for job in each], progress)
         tokenizer = obtain_tokenizer(config, [*jobs], [shard for plan in plans for shard in plan])
         check_vocabulary(config, tokenizer.vocab_size)
         for target, parts in jobs.items():
@@ -161,7 +159,7 @@ def _make(config: Config, targets: list[Target], progress: Progress | None, sett
             left = [job for job in parts if not is_whole(job[0])]
             try:
                 workers = config.data.workers or usable_cores()
-                tokenize_shards(left, tokenizer, target.work / "tokenizer", workers, tally)
+                tokenize_shards(left, tokenizer, target.work / "tokenizer", workers, count)
                 if not any(read_facts(file).tokens for file, _ in parts):
                     rule, found = "holds no text at all (only empty documents)", " ".join(target.source.paths)
                     raise UserError(Problem("data.path", found, rule, "give text; check data.text_column"))
@@ -177,20 +175,21 @@ def is_whole(shard: Path) -> bool:
     return all(with_suffix(shard, suffix).exists() for suffix in (".idx", ".bin", ".json"))
 
 
-class _Tally:
-    """Adds up the bytes of text, documents and tokens that are done, by token file of a shard, for `progress`."""
+def _counter(jobs: list[Job], progress: Progress | None) -> Callable[..., None]:
+    """A function that adds up the bytes of text, documents and tokens of the shards so far, for `progress`."""
+    total, done = sum(shard.size for _, shard in jobs), dict[Path, tuple[int, ...]]()
 
-    def __init__(self, jobs: list[Job], progress: Progress | None) -> None:
-        self.total, self.progress = sum(shard.size for _, shard in jobs), progress
-        whole = {file: (shard.size, read_facts(file)) for file, shard in jobs if is_whole(file)}
-        self.done = {file: (size, facts.documents, facts.tokens) for file, (size, facts) in whole.items()}
-        self(Path(), 0, 0, 0)
+    def count(file: Path, *counts: int) -> None:
+        done[file] = counts
+        size, documents, tokens = map(sum, zip(*done.values(), strict=True))
+        if progress:
+            progress(min(size, total) if total else size, total, documents, tokens)
 
-    def __call__(self, file: Path, size: int, documents: int, tokens: int) -> None:
-        self.done[file] = size, documents, tokens
-        size, documents, tokens = map(sum, zip(*self.done.values(), strict=True))
-        if self.progress:
-            self.progress(min(size, self.total) if self.total else size, self.total, documents, tokens)
+    for file, shard in jobs:
+        if is_whole(file):
+            done[file] = shard.size, read_facts(file).documents, read_facts(file).tokens
+    count(Path(), 0, 0, 0)
+    return count
 
 
 @contextmanager

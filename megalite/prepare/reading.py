@@ -27,13 +27,13 @@ KINDS = {
     ".txt": "text",
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
-    ".json": "json",
+    ".json": "jsonl",
     ".csv": "csv",
     ".parquet": "parquet",
 }
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # may follow any of these; parquet packs itself
 READ = 1 << 20  # bytes read at once
-REPAIR = "repair the file, copy it again, or give text in UTF-8; data.text_column names the column that holds it"
+REPAIR = "copy it again, or give UTF-8 text in the column data.text_column; data=hf reads JSON that is not lines"
 
 Row = tuple[int, Any]  # its place (a line's first byte, or the row's number), and a line of JSON or a row
 
@@ -42,16 +42,16 @@ Row = tuple[int, Any]  # its place (a line's first byte, or the row's number), a
 class Shard:
     """A part of the input that one worker tokenizes. What `start` and `stop` count depends on the kind:
 
-    text: nothing, each of `paths` is one document; json, csv: nothing, a file is one shard; jsonl: bytes, and a line
-    belongs to the shard in which it starts; parquet: row groups; rows: rows of a hub data set on disk; stream: `start`
-    of `stop` shards of a streamed one.
-    `size` is the number of bytes of text, as near as is known before reading.
+    text, csv and packed jsonl: files, always 0 to 1; jsonl: bytes, and a line belongs to the shard in which it
+    starts; parquet: row groups; rows: rows of a hub data set on disk; stream: shards of a streamed one. `paths`: files
+    of text, a document each, else one file or data set. `size` is the number of bytes of text, as near as is known
+    before reading.
     """
 
     kind: str
     paths: tuple[str, ...]
     start: int = 0
-    stop: int = sys.maxsize
+    stop: int = 1
     size: int = 0
     column: str = "text"
     subset: str | None = None
@@ -66,12 +66,12 @@ def pieces(shard: Shard, cut: Cut = at_line_end) -> Iterator[str | None]:
             with refusing(name, REPAIR):
                 yield from in_pieces(_text_blocks(Path(name)), cut)
         return
-    readers = {"jsonl": _jsonl_rows, "json": _json_rows, "csv": _csv_rows, "parquet": _parquet_rows}
+    readers = {"jsonl": _jsonl_rows, "csv": _csv_rows, "parquet": _parquet_rows}
     path = Path(shard.paths[0])
     with refusing(path, REPAIR):
         for place, row in readers.get(shard.kind, _hub_rows)(path, shard):
             try:
-                text = _text_in(parse_json(row) if isinstance(row, bytes) else row, shard.column)
+                text = _text_in(row, shard.column)
             except (ValueError, RecursionError) as error:
                 where = f"line {_line_number(path, place):,}" if shard.kind == "jsonl" else f"row {place:,}"
                 raise UserError(Problem(str(path), NO_VALUE, f"{where}: {error}", REPAIR, here=True)) from error
@@ -102,19 +102,13 @@ def opened(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def parse_json(content: bytes) -> Any:
-    """The JSON value in `content`; ValueError where an object names something twice."""
-    return json.loads(content, object_pairs_hook=_object)
+def units_of(kind: str, path: Path) -> int:
+    """What a shard of the whole file counts."""
+    if kind == "parquet":
+        from pyarrow import parquet
 
-
-def is_json_lines(path: Path) -> bool:
-    """Whether a .json file holds one object a line (the first is whole), not one value over all of its lines."""
-    with opened(path) as file:
-        first = next((line for line in file if line.strip()), b"")
-    try:
-        return isinstance(parse_json(first), dict)
-    except (ValueError, RecursionError):
-        return False
+        return int(parquet.read_metadata(path).num_row_groups)
+    return path.stat().st_size if kind == "jsonl" and path.suffix.lower() not in PACKED else 1
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -126,6 +120,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _text_in(row: Any, column: str) -> str:
     """The text in a row, empty without one."""
+    if isinstance(row, bytes):
+        row = json.loads(row, object_pairs_hook=_object)
     if not isinstance(row, dict):
         raise ValueError(f"holds {type(row).__name__}, not an object like {{{column!r}: '...'}}")
     _check_column([*row], column)
@@ -175,17 +171,11 @@ def _jsonl_rows(path: Path, shard: Shard) -> Iterator[Row]:
         if shard.start:
             at = file.seek(shard.start - 1)
             at += len(file.readline())  # the line that began in the shard before
-        while at < shard.stop and (line := file.readline()):
+        packed = path.suffix.lower() in PACKED  # read whole
+        while (packed or at < shard.stop) and (line := file.readline()):
             if line.strip():
                 yield at, line
             at += len(line)
-
-
-def _json_rows(path: Path, _: Shard) -> Iterator[Row]:
-    """Each object in a list, or the one object that the file is."""
-    with opened(path) as file:
-        found = parse_json(file.read())
-    yield from enumerate(found if isinstance(found, list) else [found])
 
 
 def _csv_rows(path: Path, shard: Shard) -> Iterator[Row]:
@@ -212,9 +202,9 @@ def _parquet_rows(path: Path, shard: Shard) -> Iterator[Row]:
 
     with parquet.ParquetFile(path) as file:
         _check_column(file.schema_arrow.names, shard.column)
-        groups = range(shard.start, min(shard.stop, file.num_row_groups))
         first = sum(file.metadata.row_group(group).num_rows for group in range(shard.start))
-        yield from _arrow_rows(file.iter_batches(256, list(groups), [shard.column]), shard.column, first)
+        batches = file.iter_batches(256, range(shard.start, shard.stop), [shard.column])
+        yield from _arrow_rows(batches, shard.column, first)
 
 
 def _hub_rows(path: Path, shard: Shard) -> Iterator[Row]:
@@ -222,8 +212,8 @@ def _hub_rows(path: Path, shard: Shard) -> Iterator[Row]:
     rows, first = load_dataset(str(path), shard.subset, shard.split, streaming=shard.kind == "stream"), 0
     if shard.kind == "rows":
         rows, first = rows.select(range(shard.start, shard.stop)), shard.start
-    elif shard.stop > 1:
-        rows = rows.shard(num_shards=shard.stop, index=shard.start)
+    else:
+        rows = rows.shard(num_shards=rows.num_shards, index=shard.start)
     from_csv = rows.info.builder_name == "csv"
     for table in rows.with_format("arrow").iter(256):
         if from_csv and "__index_level_0__" in table.schema.names:  # what pandas makes of fields without a name

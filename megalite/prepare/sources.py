@@ -13,8 +13,7 @@ import os
 import re
 import sys
 import sysconfig
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -25,10 +24,9 @@ from megalite.config.user_files import refusing
 from megalite.data.open import digest, paths_of
 from megalite.errors.problems import Problem, UserError, collect_all
 from megalite.prepare.hub import load_dataset
-from megalite.prepare.reading import KINDS, PACKED, Shard, is_json_lines, pieces
+from megalite.prepare.reading import KINDS, PACKED, REPAIR, Shard, pieces, units_of
 
 NOT_LIBRARY = ("site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo")
-CHECK = "check the path and its permissions"
 UNPACKED = 4  # bytes of text in a byte of a packed file, about
 SHARDS = 1024  # about this many for large inputs ...
 SMALLEST, LARGEST = 1 << 20, 256 << 20  # ... of between so many and so many bytes
@@ -83,19 +81,17 @@ class Source:
             if shard.kind == "text" and last and last.kind == "text" and last.size < size:  # texts share shards
                 shards[-1] = replace(last, paths=last.paths + shard.paths, size=last.size + shard.size)
             else:
-                shards += _divided(shard, size)
+                shards += _divided(shard, shard.stop, size)
         return shards
 
     def _examined(self, path: Path) -> Shard:
         """A file as one shard: it can be opened, has content, and begins as its kind does."""
         kind = "text" if self.kind == "stdlib" else _kind_of(path) or "text"
-        with refusing(path, CHECK):
+        with refusing(path, REPAIR):
             size = path.stat().st_size * (UNPACKED if path.suffix.lower() in PACKED else 1)
             if size == 0 and self.kind != "stdlib":
                 raise ValueError("is empty (0 bytes): remove it from data.path, or fill it")
-            if kind == "json" and is_json_lines(path):
-                kind = "jsonl"
-        shard = Shard(kind, (str(path),), size=size, column=self.column)
+            shard = Shard(kind, (str(path),), 0, units_of(kind, path), size, self.column)
         if self.kind != "stdlib":  # refuse another kind, or a wrong column, before any work
             next(pieces(shard), None)
         return shard
@@ -107,14 +103,6 @@ def sources_of(data: DataConfig) -> list[Source]:
         return [Source("stdlib")]
     choice = data.text_column, data.subset, data.split, data.streaming
     return [Source(data.source, (path,), *choice) for path in paths_of(data)]
-
-
-def not_read(sources: list[Source]) -> list[str]:
-    """A line for each folder in data.path in which other files lie unread."""
-    paths = [path for source in sources if source.kind == "text" for path in source.paths]
-    folders = [path for path in paths if Path(path).expanduser().is_dir()]
-    beside = {path: _counted(file for file in _walk(path) if not _kind_of(file)) for path in folders}
-    return [f"not read in {path}: {counts}" for path, counts in beside.items() if counts]
 
 
 def shard_size(total: int) -> int:
@@ -133,9 +121,7 @@ def _files_at(path: str) -> list[Path]:
     place = Path(path).expanduser().absolute()
     files, rule = [place], ""
     if place.is_dir():
-        found = _walk(path)
-        files = [file for file in found if _kind_of(file)]
-        rule = f"the folder holds no {', '.join(KINDS)} file; it holds: {_counted(found) or 'nothing'}"
+        files, rule = [file for file in _walk(path) if _kind_of(file)], f"the folder holds no {', '.join(KINDS)} file"
     elif glob.has_magic(path) and not place.exists():
         matches = map(Path, glob.glob(str(Path(path).expanduser()), recursive=True))
         files, rule = sorted({match.absolute() for match in matches if not match.is_dir()}), "the glob matches no file"
@@ -149,63 +135,36 @@ def _files_at(path: str) -> list[Path]:
     return files
 
 
-def _counted(files: Iterable[Path]) -> str:
-    """The number of files of each suffix, in words."""
-    names = Counter(file.suffix or "without a suffix" for file in files)
-    return ", ".join(f"{count:,} {name}" for name, count in names.most_common(8))
-
-
 def _walk(folder: str, but: Iterable[str] = ()) -> list[Path]:
     """All files in a folder and below, sorted, but in folders of some names; each folder once, links followed."""
 
-    def walk() -> Iterator[Path]:
-        seen = set()
-        for folder, names, members in os.walk(top, onerror=fail, followlinks=True):
-            real = os.path.realpath(folder)
-            names[:] = sorted({*names} - {*but}) if real not in seen else []
-            yield from (Path(folder, member) for member in members if real not in seen)
-            seen.add(real)
-
     def fail(error: OSError) -> None:
-        raise UserError(Problem("data.path", error.filename, f"cannot be looked into ({error.strerror})", CHECK))
+        raise UserError(Problem("data.path", error.filename, f"cannot be looked into ({error.strerror})", "chmod u+rx"))
 
-    top = Path(folder).expanduser().absolute()
-    return sorted(walk())
+    found, seen = list[Path](), set[str]()
+    for place, names, members in os.walk(Path(folder).expanduser().absolute(), onerror=fail, followlinks=True):
+        real = os.path.realpath(place)
+        names[:] = sorted({*names} - {*but}) if real not in seen else []
+        found += [Path(place, member) for member in members if real not in seen]
+        seen.add(real)
+    return sorted(found)
 
 
-def _divided(whole: Shard, size: int) -> list[Shard]:
-    """A file as shards of about `size` bytes, where it can be read from the middle: lines, or groups of rows."""
-    path = Path(whole.paths[0])
-    if whole.kind == "jsonl" and path.suffix.lower() not in PACKED:
-        cuts = [*range(0, whole.size, size), whole.size]
-        return [replace(whole, start=at, stop=to, size=to - at) for at, to in pairwise(cuts)]
-    if whole.kind != "parquet":
-        return [whole]
-    from pyarrow import parquet
-
-    shards: list[Shard] = []
-    start = held = 0
-    about = parquet.read_metadata(path)
-    for number in range(about.num_row_groups):
-        columns = map(about.row_group(number).column, range(about.num_columns))
-        held += sum(each.total_uncompressed_size for each in columns if each.path_in_schema == whole.column)
-        if held >= size or number + 1 == about.num_row_groups:
-            shards.append(replace(whole, start=start, stop=number + 1, size=held))
-            start, held = number + 1, 0
-    return shards
+def _divided(whole: Shard, count: int, size: int) -> list[Shard]:
+    """A shard of `count` units (bytes, groups of rows, rows) as shards of about `size` bytes; one of each unit where
+    the bytes are not known."""
+    step = max(1, count * size // whole.size) if whole.size else 1
+    cuts = pairwise([*range(0, count, step), count])
+    return [replace(whole, start=at, stop=to, size=whole.size * (to - at) // count) for at, to in cuts]
 
 
 def _hub_shards(source: Source) -> list[Shard]:
     """The shards of a data set that `datasets` reads: rows on disk, or the shards of a streamed one."""
     rows = load_dataset(source.paths[0], source.subset, source.split, source.streaming)
-    whole = Shard("stream", source.paths, column=source.column, subset=source.subset, split=source.split)
-    if source.streaming:
-        shards = [replace(whole, start=number, stop=rows.num_shards) for number in range(rows.num_shards)]
-    else:
-        total, count = rows.dataset_size or len(rows) * HUB_ROW, len(rows)
-        step = max(1, count * shard_size(total) // max(1, total))
-        cuts = pairwise([*range(0, count, step), count])
-        shards = [replace(whole, kind="rows", start=at, stop=to, size=total * (to - at) // count) for at, to in cuts]
+    size = 0 if source.streaming else rows.dataset_size or len(rows) * HUB_ROW
+    kind, count = ("stream", rows.num_shards) if source.streaming else ("rows", len(rows))
+    whole = Shard(kind, source.paths, 0, count, size, source.column, source.subset, source.split)
+    shards = _divided(whole, count, shard_size(size))
     for first in shards[:1]:
         next(pieces(first), None)  # refuse a wrong column before any work
     return shards

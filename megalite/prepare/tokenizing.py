@@ -2,38 +2,43 @@
 
 Workers are fresh processes, not forks: a fork copies the locks of threads that it does not copy, and libraries here run
 threads. They end with their parent. The first shard that fails stops the rest; shards that are done stay done.
+
+The index of a token file comes last, after everything else is on disk, and a reader refuses data without its index: a
+write that was torn at any instant is invisible. Memory holds some 30 bytes for each document of the file being written.
 """
 
+import json
 import multiprocessing
 import os
 import signal
 import sys
 import threading
+from array import array
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
+from megalite.config.durable_files import write_atomically
 from megalite.data.cuts import CONTEXT, PIECE
-from megalite.data.permutation import IntArray
-from megalite.data.token_file import dtype_for
-from megalite.data.tokenizer_folder import load_tokenizer
-from megalite.data.tokenizers import TextTokenizer
+from megalite.data.samples import IntArray
+from megalite.data.token_file import CODES, HEADER, MAGIC, TokenFile, dtype_for, with_suffix
+from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import UserError
 from megalite.prepare.reading import Shard, pieces
-from megalite.prepare.token_writer import TokenWriter
 
+LONGEST = 2**31 - 1  # tokens in one sequence: its length is an i32
+COPY = 8 << 20  # tokens per copy
 OF_A_PIECE = 256  # characters that a piece counts for by itself: many short ones take memory, too
-OF_A_WORKER = {  # one thread each; and a module of the current folder is not imported
-    "RAYON_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "PYTHONSAFEPATH": "1",
-}
 
 Job = tuple[Path, Shard]  # the token file to write, and the text that it is made of
 Piece = tuple[str, str | None]  # the end of what precedes in the document, and what follows (None: its end)
@@ -53,9 +58,8 @@ def tokenize_shards(
         return
     context, others = multiprocessing.get_context("spawn"), multiprocessing.active_children()
     team = ProcessPoolExecutor(min(workers, len(jobs)), context, _begin)
-    main, before = sys.modules["__main__"], dict(os.environ)
+    main = sys.modules["__main__"]
     try:
-        os.environ.update(OF_A_WORKER)
         sys.modules["__main__"] = ModuleType("__main__")  # workers do not run the user's script, which may prepare, too
         results = [team.submit(_work, job, folder) for job in jobs]
         for done in as_completed(results):
@@ -64,9 +68,6 @@ def tokenize_shards(
         raise RuntimeError("a tokenizing process was ended (out of memory?)") from error
     finally:
         sys.modules["__main__"] = main
-        for name in OF_A_WORKER:
-            os.environ.pop(name)
-        os.environ.update(before)
         for process in multiprocessing.active_children():
             if process not in others:
                 process.kill()
@@ -74,8 +75,9 @@ def tokenize_shards(
 
 
 def _begin() -> None:
-    """Start a worker: Ctrl-C reaches all processes, and the parent decides."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Start a worker of one thread, which ends with its parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the parent decides
+    os.environ |= {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
@@ -143,3 +145,77 @@ def _encoded(gathered: list[Piece], tokenizer: TextTokenizer, shard: Shard, docu
                 raise UserError([replace(it, rule=f"{it.rule}, in {place}") for it in error.problems]) from error
             document += text is None
         raise
+
+
+class TokenWriter(AbstractContextManager["TokenWriter"]):
+    """Writes a new PREFIX.bin and PREFIX.idx: `add` tokens, `end_document`, and at the end `finish`. In a `with`, it
+    leaves nothing of a file that an error has ended."""
+
+    def __init__(self, prefix: Path, dtype: np.dtype[Any], longest: int = LONGEST) -> None:
+        self.prefix, self.dtype, self.longest = prefix, dtype, longest
+        self.tokens = 0
+        self._open = 0  # tokens of the document that is being written
+        self._lengths, self._boundaries = array("i"), array("q", [0])
+        with_suffix(prefix, ".idx").unlink(missing_ok=True)
+        self._data = with_suffix(prefix, ".bin").open("wb")
+        self.hash = xxhash.xxh3_128()
+
+    def __exit__(self, kind: object, *error: object) -> None:
+        if kind is not None:
+            with_suffix(self.prefix, ".bin").unlink(missing_ok=True)
+            self._data.close()
+
+    @property
+    def documents(self) -> int:
+        return len(self._boundaries) - 1
+
+    def add(self, tokens: npt.NDArray[Any]) -> None:
+        """Append tokens [n] to the open document."""
+        if np.any(tokens > np.iinfo(self.dtype).max):  # no assert: python -O would cut the ids
+            raise ValueError(f"{self.prefix.name}: token id {tokens.max()} does not fit {self.dtype}")
+        self._write(tokens.astype(self.dtype, copy=False))
+        self._open += len(tokens)
+
+    def end_document(self) -> None:
+        """Close the open document."""
+        while self._open > self.longest:
+            self._lengths.append(self.longest)
+            self._open -= self.longest
+        self._lengths.append(self._open)
+        self._boundaries.append(len(self._lengths))
+        self._open = 0
+
+    def append(self, file: TokenFile) -> None:
+        """All documents of a file of the same dtype."""
+        assert file.tokens.dtype == self.dtype, (file.tokens.dtype, self.dtype)
+        for start in range(0, len(file.tokens), COPY):
+            self._write(file.tokens[start : start + COPY])
+        self._boundaries.frombytes((file.boundaries[1:] + len(self._lengths)).tobytes())
+        self._lengths.frombytes(file.lengths.tobytes())
+
+    def finish(self, facts: dict[str, Any]) -> None:
+        """Make the file visible, with `facts` in PREFIX.json."""
+        assert self._open == 0, "finish inside a document"
+        lengths, pointers = np.array(self._lengths, dtype="<i4"), np.zeros(len(self._lengths), dtype="<i8")
+        np.cumsum(lengths[:-1].astype(np.int64) * self.dtype.itemsize, out=pointers[1:])
+        header = HEADER.pack(MAGIC, 1, CODES[self.dtype], len(lengths), len(self._boundaries))
+        with self._data:
+            self._data.flush()
+            os.fsync(self._data.fileno())
+        write_atomically(with_suffix(self.prefix, ".json"), json.dumps(facts, indent=1).encode())
+        parts = (lengths, pointers, np.array(self._boundaries, dtype="<i8"))
+        write_atomically(with_suffix(self.prefix, ".idx"), b"".join([header, *(part.tobytes() for part in parts)]))
+
+    def _write(self, tokens: npt.NDArray[Any]) -> None:
+        self.hash.update(tokens.data)
+        self._data.write(tokens.data)
+        self.tokens += len(tokens)
+
+
+def join(files: Iterable[TokenFile], prefix: Path, dtype: np.dtype[Any], facts: dict[str, Any]) -> None:
+    """PREFIX holds the documents of all `files` (of this dtype) in order; `facts` and a hash go to PREFIX.json. `files`
+    may open each file when it is asked for: none is kept."""
+    with TokenWriter(prefix, dtype) as writer:
+        for file in files:
+            writer.append(file)
+        writer.finish(facts | {"xxh3_128": writer.hash.hexdigest()})

@@ -13,10 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.data.batch import Batch
-from megalite.data.permutation import IntArray
+from megalite.data.samples import IntArray
 from megalite.errors.problems import Problem, UserError
-from megalite.launch.agreement import all_ranks_or_raise
-from megalite.launch.context import ParallelContext
+from megalite.launch.context import ParallelContext, all_ranks_or_raise
 from megalite.train.build import Training
 
 

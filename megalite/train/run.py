@@ -16,13 +16,11 @@ from megalite.config.schema import Config
 from megalite.data.open import TokenFiles, note_changed_files
 from megalite.errors.problems import Problem, UserError, collect, to_stderr
 from megalite.errors.words import several
-from megalite.launch.agreement import all_ranks_or_raise
-from megalite.launch.context import ParallelContext
+from megalite.launch.context import ParallelContext, all_ranks_or_raise
 from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.failure_report import find_cause, is_broken_link
 from megalite.launch.host import end_compile_workers
-from megalite.launch.signals import StartUp, StopRequest
-from megalite.launch.watchdog import Doing, Patience, Watchdog
+from megalite.launch.signals import StopSignals, stop_request
+from megalite.launch.watchdog import Doing, Watchdog, find_cause, is_broken_link
 from megalite.train.build import ReadWeights, open_context
 from megalite.train.history import Note
 from megalite.train.loop import train
@@ -33,7 +31,6 @@ from megalite.train.setup import Job, open_training_data, set_up
 from megalite.train.status_file import StatusFile
 
 NEWS_S = 1.0  # the signal that ended another rank's start reaches this rank too, which then reports no error
-START_UP = Doing("start-up", "start-up", math.inf)  # a day of tokens to prepare, for example
 
 
 class Companions(NamedTuple):
@@ -58,13 +55,14 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
         raise UserError(problems)
     run_dir, minutes = Path(config.run_dir), config.train.max_minutes
     status = StatusFile(config.launch.status_file if context.rank == 0 else None, run_dir, config.train.steps)
-    patience = Patience("parallel.startup_timeout_s", config.parallel.startup_timeout_s)
+    limit = ("parallel.startup_timeout_s", config.parallel.startup_timeout_s)
+    start_up = Doing("start-up", "start-up", *limit, math.inf)  # a day of tokens to prepare, for example
     hosts = [host for (host,) in context.gather_json([socket.gethostname()])]
     job: Job | None = None
     saver: Saver | None = None
     failed = False
     try:
-        with Watchdog(context, lambda: START_UP, lambda: patience, run_dir / "logs", hosts) as watchdog:
+        with Watchdog(context, lambda: start_up, run_dir / "logs", hosts) as watchdog:
             if config.launch.preflight:
                 for line in companions.look_at_nodes(context, run_dir):
                     log.note(f"preflight: {line}")
@@ -76,7 +74,7 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
                     return 0
                 saver = Saver(job, status.saved)
                 left_s = None if minutes is None else began + 60 * minutes - time.monotonic()
-                with StopRequest(left_s, "train.max_minutes") as job.stop:
+                with stop_request(left_s, "train.max_minutes") as job.stop:
                     return train_to_the_end(job, saver, status, watchdog)
     except UserError:
         raise
@@ -87,7 +85,7 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
             saver.close()
         raise
     finally:
-        ended = StartUp.now is not None and StartUp.now.ends
+        ended = StopSignals.now is not None and StopSignals.now.ended
         end_compile_workers()
         log.close()
         if status.is_running:
@@ -124,7 +122,7 @@ def train_to_the_end(job: Job, saver: Saver, status_file: StatusFile, watchdog: 
     gc.freeze()
     gc.disable()
     try:
-        watchdog.follow(job.doing, job.patience)
+        watchdog.doing = job.doing
         train(job, saver)
     except Exception as error:
         is_said = isinstance(error, TrainingStoppedError | ReplicaMismatchError)  # in full, and known to all ranks
@@ -161,14 +159,14 @@ def train_to_the_end(job: Job, saver: Saver, status_file: StatusFile, watchdog: 
 
 def report_cause(error: Exception, context: ParallelContext, job: Job | None) -> None:
     """This rank's own words first: whoever started it may kill it soon. Then what the ranks find out together."""
-    if StartUp.now is not None and is_broken_link(error):
+    if StopSignals.now is not None and StopSignals.now.starting and is_broken_link(error):
         time.sleep(NEWS_S)
     where = f"rank {context.rank} on {socket.gethostname()}{f', step {job.progress.step + 1}' if job else ''}"
     to_stderr(f"megalite: {where}: {type(error).__name__}: {error}")
     if isinstance(error, torch.OutOfMemoryError):
         saves = "a smaller train.micro_batch_size, train.recompute=full, or a larger parallel.tp or parallel.pp"
         to_stderr(f"megalite: less memory is needed with {saves}")
-    with StopRequest():  # torchrun ends all ranks when the first one exits: not before this is said
+    with stop_request():  # torchrun ends all ranks when the first one exits: not before this is said
         cause = find_cause(context, error)
     if cause:
         to_stderr(f"megalite: rank {context.rank} ends because of: {cause}")

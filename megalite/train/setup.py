@@ -22,12 +22,11 @@ from megalite.config.step_plan import samples_when_longer
 from megalite.config.user_files import as_record
 from megalite.data.open import OpenedData, TokenFiles, open_data
 from megalite.errors.problems import Problem, UserError
-from megalite.launch.agreement import all_ranks_or_raise, rank0_broadcast
-from megalite.launch.context import ParallelContext
+from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
 from megalite.launch.device import slow_precision
 from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.signals import StopRequest
-from megalite.launch.watchdog import SAVES, Doing, Patience
+from megalite.launch.signals import StopSignals
+from megalite.launch.watchdog import SAVES, Doing
 from megalite.optim.schedule import learning_rate
 from megalite.train.build import (
     ReadWeights,
@@ -65,7 +64,7 @@ class Job:
     finished: bool = False  # an earlier start has done and recorded everything: this one leaves the folder as it is
 
     # Where this start stands.
-    stop: StopRequest | None = None
+    stop: StopSignals | None = None
     stopping: bool = False  # all ranks know that one of them was asked to stop
     problems: list[Problem] = field(default_factory=list)  # of the input that this rank has read: no step is applied
     under_way: bool = False  # the first step is done: from now on no rank is late for a good reason
@@ -102,16 +101,13 @@ class Job:
 
     def doing(self) -> Doing:
         """This rank's place in training, for the watchdog."""
+        setting = "timeout_s" if self.under_way else "startup_timeout_s"
+        limit = (f"parallel.{setting}", getattr(self.config.parallel, setting))
         if self.saving:
-            return Doing("save", "in a save", SAVES)
+            return Doing("save", "in a save", *limit, SAVES)
         part, executor = self.training.clock.part, self.training.executor
         words = f"step {self.begun_step}, {part}, pass {executor.at or 'none yet'}"
-        return Doing((self.begun_step, self.evaluated_step, part, executor.performed), words)
-
-    def patience(self) -> Patience:
-        """How long nothing may go on."""
-        name = "timeout_s" if self.under_way else "startup_timeout_s"
-        return Patience(f"parallel.{name}", getattr(self.config.parallel, name))
+        return Doing((self.begun_step, self.evaluated_step, part, executor.performed), words, *limit)
 
 
 def set_up(

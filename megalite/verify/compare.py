@@ -23,7 +23,6 @@ from megalite.launch.context import ParallelContext
 from megalite.train.history import METRICS, read_metrics
 
 RELATIVE, ABSOLUTE = 1e-10, 1e-12  # the design's bound on every layout against one process, in fp64
-GROUPS = ("embedding", "attention", "mlp", "router", "experts", "shared", "norms", "head")
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ def compare(layout: Path, single: Path, optimizer: OptimizerConfig) -> list[Row]
     for kind, step, factor in (("gradients", expected[0]["step"], unclip), ("parameters", expected[-1]["step"], 1.0)):
         found, wanted = (_tensors(run, step, kind, factor) for run in (layout, single))
         nothing = torch.tensor(float("nan"))
-        for name in sorted(found.keys() | wanted.keys(), key=lambda name: GROUPS.index(group_of(name))):
+        for name in sorted(found.keys() | wanted.keys()):
             tensors = found.get(name, nothing), wanted.get(name, nothing)
             rows.append(_row(f"{kind}: {group_of(name)}", *tensors, f"{name}, step {step}"))
     kinds = dict.fromkeys(row.what for row in rows)

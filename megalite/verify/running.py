@@ -19,11 +19,11 @@ from pathlib import Path
 
 import numpy as np
 
-from megalite.config.schema import Config, DataConfig
+from megalite.config.schema import Config
 from megalite.errors.problems import REFUSED, UserError
 from megalite.launch.environment import LOOPBACK, ProcessEnvironment
 
-ECHO_S = 2.0  # how long others may take to end after the first failure, or a stack to be written
+ECHO_S = 2.0  # how long the stack of a process that hangs may take to be written
 LAST_WORDS = 40  # lines of a process that failed
 DOCUMENT = 6  # tokens on average: several documents in each sample
 LETTERS = 0x4E00  # some twenty thousand in a row
@@ -59,10 +59,9 @@ def train_both(
     jobs.append(("the single process", trains[1], _placed(reference, folder, SINGLE), ProcessEnvironment()))
     try:
         for name, *job in jobs:
-            processes.append(
-                context.Process(target=_run, args=(*job, folder / name, timeout_s), name=name, daemon=True)
-            )
-            processes[-1].start()
+            process = context.Process(target=_run, args=(*job, folder / name, timeout_s), name=name, daemon=True)
+            process.start()
+            processes.append(process)
         _wait_for(processes, folder, time.monotonic() + timeout_s + ECHO_S)
     finally:
         for process in processes:
@@ -72,9 +71,8 @@ def train_both(
 
 def _placed(config: Config, folder: Path, run: str) -> Config:
     """The settings with a run folder and the text in `folder`."""
-    data = DataConfig(source="text", workers=1, path=str(folder / "text.jsonl"), cache_dir=str(folder / "cache"))
-    data.mask_end_of_document = config.data.mask_end_of_document
-    data.cross_document_attention = config.data.cross_document_attention
+    text, cache = str(folder / "text.jsonl"), str(folder / "cache")
+    data = replace(config.data, source="text", workers=1, path=text, cache_dir=cache)
     return replace(config, run_dir=str(folder / run), tokenizer=str(folder / "tokenizer"), data=data)
 
 
@@ -98,35 +96,30 @@ def _write_text(path: Path, config: Config) -> None:
 
 
 def _wait_for(processes: Sequence[ForkServerProcess], folder: Path, deadline: float) -> None:
-    """Return when all have ended well; RunFailure once one has not.
-
-    A process that hangs stays alive until all are ended: its end would look like a failure to those that it talks to.
-    """
-    waiting, failed = {process.sentinel: process for process in processes}, list[ForkServerProcess]()
+    """Return when all have ended well; RunFailure once one has not: the others then fail because of it."""
+    waiting = {process.sentinel: process for process in processes}
     while waiting:
-        ready = wait([*waiting], timeout=ECHO_S if failed else max(0.0, deadline - time.monotonic()))
-        for process in [waiting.pop(sentinel) for sentinel in [*waiting] if sentinel in ready]:
+        ready = wait([*waiting], max(0.0, deadline - time.monotonic()))
+        ended = [waiting.pop(sentinel) for sentinel in [*waiting] if sentinel in ready]
+        for process in ended:
             process.join()
-            failed += [process] if process.exitcode else []
-        if not ready:
-            break
-    refused = [process for process in failed if process.exitcode == REFUSED]
-    died = [process for process in failed if (process.exitcode or 0) < 0]
-    causes = refused[:1] or died or failed or [*waiting.values()]  # the others are echoes
-    if causes:
-        raise RunFailure("\n".join(_end_of(process, folder) for process in causes), REFUSED if refused else 1)
+        if failed := [process for process in ended if process.exitcode]:
+            refused = [process for process in failed if process.exitcode == REFUSED][:1]  # all ranks say the same
+            words = [_end_of(process, folder) for process in refused or failed]
+            raise RunFailure("\n".join(words), REFUSED if refused else 1)
+        if not ended:
+            raise RunFailure("\n".join(_end_of(process, folder) for process in waiting.values()))
 
 
 def _end_of(process: ForkServerProcess, folder: Path) -> str:
     """How a process has ended, or that it has not, with the last lines that it printed."""
     output, code = folder / process.name, process.exitcode
     lines = output.read_text(errors="replace").splitlines()[-LAST_WORDS:] if output.exists() else []
-    if code == REFUSED:
-        return "\n".join(lines)
-    if code is not None and code < 0:
-        return f"{process.name} died by {signal.Signals(-code).name} (SIGKILL: out of memory?)"
-    how = "did not answer in time: a collective that not all ranks join, or slow. It stood at"
-    return "\n".join([f"{process.name} {how if code is None else 'failed:'}", *lines])
+    if code is None:
+        how = "did not answer in time: a collective that not all ranks join, or slow. It stood at"
+    else:
+        how = f"died by {signal.Signals(-code).name} (SIGKILL: out of memory?)" if code < 0 else "failed:"
+    return "\n".join([*([] if code == REFUSED else [f"{process.name} {how}"]), *lines])
 
 
 def _run(train: TrainRank, config: Config, place: ProcessEnvironment, output: Path, timeout_s: float) -> None:

@@ -8,13 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
-from hydra.core.override_parser.overrides_parser import OverridesParser
 
 JOB = Path(__file__).parents[2] / "scripts" / "slurm" / "job.sh"
 COMMANDS = {
     "scancel": 'echo "scancel $*" >> calls; kill -USR1 "$(cat ranks.pid)"',
     "scontrol": """case $* in
-        show\\ hostnames\\ broken) exit 1 ;;
         show\\ hostnames*) printf 'n0\\nn1\\n' ;;
         show\\ job\\ --oneliner\\ 7 | show\\ job\\ --oneliner\\ 7_2)
             echo "JobId=7 JobState=$JOB_STATE Reason=None TimeLimit=0-00:10:00 PreemptTime=${PREEMPTED-None}" \\
@@ -166,18 +164,6 @@ def test_arguments_of_the_job_and_of_the_line_of_an_array_s_task(folder: Path) -
 def test_a_line_without_arguments_is_refused(folder: Path, line: str) -> None:
     (folder / "points").write_text(f"seed=1\n{line}\nseed=3\n")
     assert run(folder, RUN_STATE="finished", POINTS="points", **ARRAY) == (2, "")
-    assert not (folder / "arguments").exists()
-
-
-def test_the_path_of_the_status_file_may_hold_what_hydra_reads_as_grammar(folder: Path) -> None:
-    logs = folder / "it's {a}, b=c"
-    run(folder, RUN_STATE="finished", LOGS=str(logs))
-    (override,) = OverridesParser.create().parse_overrides([(folder / "arguments").read_text().strip()])
-    assert override.value() == str(logs / "7.status")
-
-
-def test_a_job_whose_hosts_cannot_be_told_ends(folder: Path) -> None:
-    assert run(folder, RUN_STATE="finished", SLURM_JOB_NODELIST="broken")[0] == 1
     assert not (folder / "arguments").exists()
 
 

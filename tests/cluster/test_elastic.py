@@ -115,17 +115,6 @@ def test_a_node_that_comes_and_goes_changes_how_many_ranks_train_and_nothing_els
         assert found == pytest.approx(expected, rel=1e-10, abs=1e-12)
 
 
-def test_ranks_that_are_too_few_say_how_many_would_do(tmp_path: Path) -> None:
-    with nodes(tmp_path, "rigid", "parallel.tp=2", "train.steps=100000") as job:
-        first, second = job.add(), job.add()
-        wait_for_step(first, job.run, 3)
-        job.lose(second)
-        assert first.wait(120) != 0
-        said = job.output(0)
-    assert "world size=1: not a multiple of parallel.tp=2" in said
-    assert "world size=2 or 4" in said
-
-
 @pytest.mark.parametrize("killed", [0, 1])
 @pytest.mark.parametrize("kind", ["own store", "shared store", "static"])
 def test_a_killed_rank_costs_one_restart_whoever_serves_the_store(tmp_path: Path, kind: str, killed: int) -> None:

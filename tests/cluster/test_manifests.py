@@ -1,8 +1,4 @@
-"""The manifests for Kubernetes and the clouds start a training that megalite takes, and their schemas know each field.
-
-SkyPilot is not among the requirements: it brings 60 packages and another click than ours. In an environment of its own:
-pip install skypilot==0.14.1 pytest -r requirements.txt.
-"""
+"""The manifests for Kubernetes and the clouds start a training that megalite takes, and the schema knows each field."""
 
 import shlex
 from pathlib import Path
@@ -63,13 +59,3 @@ def test_the_pods_of_a_trainjob_have_what_it_counts_on() -> None:
     assert mounts.keys() == {"/runs", "/data", "/dev/shm"}
     assert {*mounts.values()} == volumes.keys()
     assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
-
-
-def test_skypilot_reads_its_file() -> None:
-    sky = pytest.importorskip("sky", reason="needs skypilot, whose click is not ours")
-    task = sky.Task.from_yaml(str(SKY))
-    assert (task.name, task.num_nodes) == ("megalite", 2)
-    assert f"{PATIENCE}:-{manifest(SKY)['envs'][PATIENCE]}}}" in (SCRIPTS / "slurm" / "pretrain.sbatch").read_text()
-    assert task.volumes.keys() == {"/runs", "/data"}
-    with pytest.raises(ValueError, match="num_nodez"):
-        sky.Task.from_yaml_config(manifest(SKY) | {"num_nodez": 2})

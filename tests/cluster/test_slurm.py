@@ -176,33 +176,8 @@ def test_an_array_trains_a_run_for_each_line_of_its_file(slurm: Cluster, monkeyp
     points.write_text("".join(f"optimizer.lr={run.name.split()[1]} 'run_dir={run}'\n" for run in runs))
     monkeypatch.setitem(slurm.environment, "POINTS", str(points))
     number, _ = submit(slurm, "unused", "train.steps=4", "parallel.pp=1", options=("--array=1-3", "--nodes=1"))
-    page = slurm.folder / "comparison.html"
-    compare = f"{sys.executable} -m megalite report {' '.join(repr(str(run)) for run in runs)} --out {page}"
-    after = ["--dependency", f"afterok:{number}", f"--chdir={ROOT}", f"--output={slurm.folder}/%x-%j.out", "--wrap"]
-    report = slurm("sbatch", "--parsable", *after, compare)
-    slurm.follow(lambda: slurm.job(report)["JobState"] == "COMPLETED", lambda: said(slurm, report))
+    slurm.follow(lambda: all(slurm.job(f"{number}_{task}")["JobState"] == "COMPLETED" for task in (1, 2, 3)))
     assert [len({each["step"] for each in metrics(run)}) for run in runs] == [4, 4, 4]
-    assert all(run.name in page.read_text() for run in runs)
-
-
-def test_the_last_task_of_an_array_is_warned_alone(slurm: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has the array's own number as SLURM_JOB_ID."""
-    points = slurm.folder / "warned.txt"
-    runs = [slurm.folder / f"warned-{task}" for task in (1, 2)]
-    points.write_text("".join(f"run_dir={run}\n" for run in runs))
-    monkeypatch.setitem(slurm.environment, "POINTS", str(points))
-    length = ("train.steps=100000", "parallel.pp=1")
-    number, _ = submit(slurm, "unused", *length, options=("--array=1-2", "--nodes=1"))
-    for run in runs:
-        wait_for_step(slurm, (number, run), 3)
-    slurm("scancel", "--batch", "--signal=USR1", f"{number}_2")
-    slurm.follow(lambda: slurm.job(f"{number}_2")["JobState"] == "PENDING", lambda: said(slurm, number))
-    assert slurm.job(f"{number}_2")["JobId"] == number
-    assert slurm.job(f"{number}_2")["Restarts"] == "1"
-    first = slurm.job(f"{number}_1")
-    assert (first["JobState"], first["Restarts"], stops(runs[0])) == ("RUNNING", "0", [])
-    slurm("scancel", number)
-    slurm.follow(lambda: all(slurm.job(f"{number}_{task}")["JobState"] in ENDED for task in (1, 2)))
 
 
 CONTAINER = """#!/bin/sh

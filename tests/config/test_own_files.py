@@ -126,7 +126,7 @@ def test_a_status_file_is_not_what_is_read_as_text(tmp_path: Path) -> None:
 
 WRITERS = {  # who may write files in another way, and where
     "config/durable_files.py",  # the one
-    *("hf/export.py", "prepare/token_writer.py"),  # drafts, and folders of ours
+    *("hf/export.py", "prepare/tokenizing.py"),  # drafts, and folders of ours
     *("checkpoint/store.py", "checkpoint/commit.py"),  # in checkpoints
     *("commands/sweep.py", "launch/watchdog.py"),  # a byte to its own stop file; a new file
     "verify/running.py",  # a temporary folder

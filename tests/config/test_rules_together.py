@@ -22,7 +22,7 @@ from megalite.config.schedule_rules import ScheduleRequest, schedule_flaws
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from megalite.config.settings import SETTINGS, with_values
 from megalite.config.step_plan import ramp_sizes
-from megalite.data.blend import Blend, integer_weights
+from megalite.data.samples import Blend, integer_weights
 from megalite.layout.groups import groups_of
 from megalite.layout.parameters import shard_of
 from megalite.layout.ranks import ParallelLayout

@@ -8,7 +8,7 @@ import pytest
 
 from megalite.config.schema import Config
 from megalite.data.token_file import dtype_for
-from megalite.prepare.token_writer import TokenWriter
+from megalite.prepare.tokenizing import TokenWriter
 
 WriteTokens = Callable[..., Path]
 

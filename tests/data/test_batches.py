@@ -1,7 +1,6 @@
 """The stream of microbatches is one, whoever computes it and wherever it starts."""
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from itertools import islice
@@ -53,7 +52,7 @@ def test_labels_are_the_next_tokens_and_positions_count(data: OpenedData, config
     for batch in stream(data, config, 2):
         assert batch.tokens.shape == batch.labels.shape == (2, 16)
         assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
-        assert batch.positions.tolist() == [list(range(16))] * 2
+        assert batch.positions.tolist() == [list(range(16))]
         assert batch.loss_mask.all()
         assert batch.documents is None
         assert (batch.tokens.dtype, batch.labels.dtype, batch.loss_mask.dtype) == (torch.int64, torch.int64, torch.bool)
@@ -68,12 +67,6 @@ def test_ranks_together_compute_the_microbatches_of_one_process(data: OpenedData
     together = [batch for batches in shared for batch in batches]
     assert content(together) == content(whole)
     assert len(together) == len(whole)
-
-
-def test_a_global_batch_holds_the_same_samples_for_every_micro_batch_size(data: OpenedData, config: Config) -> None:
-    whole = torch.cat([batch.tokens for batch in stream(data, config, 3)])
-    config.train.micro_batch_size = 8
-    assert torch.equal(torch.cat([batch.tokens for batch in stream(data, config, 3)]), whole)
 
 
 @pytest.mark.parametrize("start", [1, 7, 40])
@@ -192,22 +185,6 @@ def test_a_failure_while_reading_ahead_surfaces_at_its_step(config: Config, writ
             assert refused.local_tokens == sum(int(batch.loss_mask.sum()) for batch in refused.microbatches) == 0
 
 
-def test_waiting_for_data_is_measured(data: OpenedData, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megalite.data import batches as module
-
-    read = module.local_batches
-
-    def slow(*arguments: object, **named: object) -> list[Batch]:
-        time.sleep(0.1)
-        return read(*arguments, **named)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(module, "local_batches", slow)
-    with TrainBatches(data.train, config, steps_of(config), dp_rank=0, dp_size=1, device=CPU) as batches:
-        assert next(batches).wait_s > 0.05
-        time.sleep(0.4)
-        assert next(batches).wait_s < 0.05
-
-
 @pytest.mark.parametrize("device", [CPU, torch.device("meta")], ids=str)  # one that copies
 @pytest.mark.parametrize("cross_document_attention", [True, False])
 @pytest.mark.parametrize("size", [1, 2])
@@ -223,7 +200,7 @@ def test_what_stands_in_for_unreadable_batches_has_their_number_and_form_and_no_
     assert len(masked) == len(real)
     for expected, found in zip(real, masked, strict=True):
         assert device != CPU or not found.loss_mask.any()
-        assert (found.positions.stride(0) == 0) == cross_document_attention, "one row for all, on every device"
+        assert (len(found.positions) == 1) == cross_document_attention, "one row for all"
         for field in fields(Batch):
             value, meant = getattr(found, field.name), getattr(expected, field.name)
             if isinstance(meant, torch.Tensor):
@@ -239,5 +216,5 @@ def test_batches_arrive_on_the_device_from_pinned_memory(data: OpenedData, confi
     with TrainBatches(data.train, config, steps_of(config), dp_rank=0, dp_size=1, device=cuda) as batches:
         arrived = [batch for _ in range(3) for batch in next(batches).microbatches]
     assert all(batch.tokens.device == cuda for batch in arrived)
-    assert all(batch.positions.stride(0) == 0 for batch in arrived)
+    assert all(len(batch.positions) == 1 for batch in arrived)
     assert content(arrived) == content(expected)

@@ -13,7 +13,7 @@ from megalite.config.schema import Config
 from megalite.data.open import open_data
 from megalite.data.token_file import TokenFile, verify
 from megalite.prepare.prepare import prepare
-from megalite.prepare.token_writer import TokenWriter, join
+from megalite.prepare.tokenizing import TokenWriter, join
 from tests.data.megatron.oracle import CASES, FIXTURES, HERE, IDS, Case
 
 ROOT = Path(__file__).parents[2]

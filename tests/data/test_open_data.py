@@ -72,17 +72,6 @@ def test_foreign_token_files_need_a_vocabulary_size_or_a_tokenizer(tokens: Confi
     assert data.bytes_of_ids.tolist() == [1] * 256 + [0]
 
 
-def test_token_files_that_we_made_bring_their_tokenizer(tmp_path: Path, config: Config) -> None:
-    (tmp_path / "a.txt").write_text("é" * 1000)
-    prepare_file(Source("text", (str(tmp_path / "a.txt"),)), config, tmp_path / "out")
-    opened = Config()
-    opened.data.source, opened.data.path = "tokens", str(tmp_path / "out")
-    opened.train.seq_length = 16
-    data = open_data(opened, prepare(opened))
-    assert data.tokenizer is not None
-    assert data.tokenizer.encode("é") == [195, 169]
-
-
 def test_parts_of_different_tokenizers_are_refused(tmp_path: Path, config: Config) -> None:
     for name, kind in (("a", "byte"), ("b", "char")):
         (tmp_path / f"{name}.txt").write_text("abc" * 300)
@@ -109,13 +98,6 @@ def test_the_fingerprint_names_the_tokens_not_the_place_nor_how_they_are_cut(
     tokens.data.validation_fraction = 0.1
     tokens.data.path = str(write_tokens("c", [list(range(100))] * 19 + [list(range(1, 101))]))
     assert open_data(tokens, prepare(tokens)).fingerprint != before
-
-
-def test_all_broken_parts_of_a_blend_are_named_at_once(tokens: Config, tmp_path: Path) -> None:
-    tokens.data.path = [str(tmp_path / name) for name in ("gone", "a", "lost")]
-    with pytest.raises(UserError) as refusal:
-        open_data(tokens, prepare(tokens))
-    assert [Path(str(problem.value)).name for problem in refusal.value.problems] == ["gone.bin", "lost.bin"]
 
 
 def test_a_saved_tokenizer_decides_over_the_default(tokens: Config, tmp_path: Path) -> None:

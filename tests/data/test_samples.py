@@ -1,17 +1,22 @@
-"""Samples cover the data once per epoch, in an order that depends on the seed, and know their documents."""
+"""Samples cover the data once per epoch, in an order that depends on the seed, and know their documents; a blend gives
+every part its share at every moment.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megalite.config.step_plan import samples_when_longer
-from megalite.data.samples import Part, SampleSource
+from megalite.data.samples import BLOCK, Blend, Part, SampleSource, integer_weights, permute, round_keys
 from megalite.data.token_file import TokenFile
 from megalite.errors.problems import UserError
 
 WriteTokens = Callable[..., Path]
+weights = st.lists(st.floats(1e-6, 1e3, allow_nan=False), min_size=1, max_size=8)
 
 
 def source(
@@ -35,15 +40,6 @@ def test_an_epoch_has_every_window_once_overlapping_by_one_token(write_tokens: W
     rows, _, _ = data.read(np.arange(10))
     assert sorted(rows.tolist()) == [list(range(4 * window, 4 * window + 5)) for window in range(10)]
     assert rows[:, 0].tolist() != sorted(rows[:, 0].tolist())
-
-
-def test_every_epoch_has_every_sample_in_a_new_order(write_tokens: WriteTokens) -> None:
-    data = source(counting(write_tokens, "a", 0, 401))
-    epochs = [data.read(np.arange(100 * epoch, 100 * epoch + 100))[0][:, 0] for epoch in range(3)]
-    for epoch in epochs:
-        assert np.array_equal(np.sort(epoch), np.arange(0, 400, 4))
-    assert not np.array_equal(epochs[0], epochs[1])
-    assert not np.array_equal(epochs[1], epochs[2])
 
 
 def test_the_seed_decides_the_order_and_none_keeps_it(write_tokens: WriteTokens) -> None:
@@ -119,16 +115,6 @@ def test_longer_samples_in_the_order_of_the_file_repeat_and_skip_no_token(
     assert longer.tolist() == list(range(29 + passed_over, 29 + passed_over + 5 * now))
 
 
-def test_longer_samples_of_a_shuffled_blend_go_on_at_the_same_epochs(write_tokens: WriteTokens) -> None:
-    files = counting(write_tokens, "a", 0, 401), counting(write_tokens, "b", 500, 999)
-    short, long = (source(*files, weights=(401, 499), seq_length=length) for length in (4, 8))
-    for samples in (30, 225, 1000):
-        done = samples_when_longer(samples, 4, 8)
-        for at, (before, after) in enumerate(zip(short.epochs(samples), long.epochs(done), strict=True)):
-            one = 1 / long.parts[at].samples(8)
-            assert abs(after - before) < (2 + before) * one, "one for rounding, one for the blend's, and one per epoch"
-
-
 def test_of_a_shuffled_epoch_longer_samples_read_again_the_share_that_was_read(write_tokens: WriteTokens) -> None:
     """docs/training.md: f (1 - f) of the epoch twice, and as much not at all."""
     file = counting(write_tokens, "a", 0, 16001)
@@ -138,3 +124,94 @@ def test_of_a_shuffled_epoch_longer_samples_read_again_the_share_that_was_read(w
         longer = source(file, vocab_size=16001, seq_length=8)
         rest = longer.read(np.arange(samples_when_longer(consumed, 4, 8), 2000))[0][:, 1:]
         assert abs(len(np.intersect1d(read, rest)) / 16000 - share * (1 - share)) < 0.02
+
+
+@given(weights=weights, samples=st.integers(0, 10**12))
+@settings(max_examples=200, deadline=None)
+def test_counts_sum_to_the_samples_and_never_shrink(weights: list[float], samples: int) -> None:
+    blend = Blend(integer_weights(weights))
+    before, after = blend.counts(samples), blend.counts(samples + 1)
+    assert sum(before) == samples
+    assert sorted(b - a for a, b in zip(before, after, strict=True)) == [0] * (len(weights) - 1) + [1]
+
+
+@given(weights=weights)
+@settings(max_examples=30, deadline=None)
+def test_every_sample_of_every_part_is_given_once_and_in_order(weights: list[float]) -> None:
+    parts, numbers = Blend(integer_weights(weights)).locate(np.arange(3 * BLOCK))
+    for part in range(len(weights)):
+        mine = numbers[parts == part]
+        assert np.array_equal(mine, np.arange(len(mine)))
+
+
+@given(weights=weights)
+@settings(max_examples=30, deadline=None)
+def test_the_index_of_a_sample_is_where_it_is(weights: list[float]) -> None:
+    blend = Blend(integer_weights(weights))
+    parts, numbers = blend.locate(np.arange(BLOCK))
+    for index, (part, number) in enumerate(zip(parts.tolist(), numbers.tolist(), strict=True)):
+        assert blend.index(part, number) == index
+
+
+@pytest.mark.parametrize("given", [[0.5, 0.3, 0.2], [1e-3, 1.0], [7, 1, 1, 1]])
+def test_shares_hold_at_every_moment_not_only_in_the_end(given: list[float]) -> None:
+    parts, _ = Blend(integer_weights(given)).locate(np.arange(4 * BLOCK))
+    shares = np.array(given) / sum(given)
+    for samples in (10, 100, 1000, BLOCK + 1, 4 * BLOCK):
+        counts = np.bincount(parts[:samples], minlength=len(given))
+        assert np.abs(counts - shares * samples).max() <= 2
+
+
+def test_any_slice_equals_the_same_slice_of_the_whole() -> None:
+    blend = Blend(integer_weights([0.7, 0.2, 0.1]))
+    parts, numbers = blend.locate(np.arange(5000))
+    slice_parts, slice_numbers = blend.locate(np.arange(1000, 2100))
+    assert np.array_equal(slice_parts, parts[1000:2100])
+    assert np.array_equal(slice_numbers, numbers[1000:2100])
+
+
+@given(size=st.integers(1, 5000), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 1000))
+@settings(max_examples=150, deadline=None)
+def test_every_index_appears_exactly_once(size: int, seed: int, epoch: int) -> None:
+    shuffled = permute(np.arange(size), size, round_keys(seed, 0, epoch))
+    assert np.array_equal(np.sort(shuffled), np.arange(size))
+
+
+@given(
+    size=st.integers(2**33, 2**62), indices=st.lists(st.integers(0, 2**33 - 1), min_size=2, max_size=50, unique=True)
+)
+@settings(max_examples=50, deadline=None)
+def test_huge_sizes_stay_in_range_and_never_collide(size: int, indices: list[int]) -> None:
+    shuffled = permute(np.array(indices), size, round_keys(1, 0, 0))
+    assert len(set(shuffled.tolist())) == len(indices)
+    assert shuffled.min() >= 0
+    assert shuffled.max() < size
+
+
+def test_one_element_equals_the_whole_order() -> None:
+    keys = round_keys(7, 0, 3)
+    whole = permute(np.arange(1000), 1000, keys)
+    assert permute(np.array([123]), 1000, keys)[0] == whole[123]
+
+
+def test_epochs_parts_and_seeds_have_orders_of_their_own() -> None:
+    orders = [permute(np.arange(1000), 1000, round_keys(*key)) for key in ((1, 0, 0), (1, 0, 1), (1, 1, 0), (2, 0, 0))]
+    for number, order in enumerate(orders):
+        for other in orders[:number]:
+            assert np.sum(order == other) < 10  # two random orders agree in one place on average
+
+
+def test_the_order_looks_random() -> None:
+    """Neighbours do not stay neighbours, and every index is as likely in the first tenth as anywhere."""
+    size, first = 1000, np.zeros(1000)
+    for epoch in range(400):
+        order = permute(np.arange(size), size, round_keys(5, 0, epoch))
+        assert np.sum(np.abs(np.diff(order)) == 1) < 15
+        first[order[:100]] += 1
+    assert abs(first.mean() - 40) < 1e-9
+    assert 0.8 < first.var() / 36 < 1.25  # binomial(400, 0.1) has variance 36
+
+
+def test_the_order_is_the_same_for_ever() -> None:
+    """A checkpoint stores one number; the order behind it must not change with a release."""
+    assert permute(np.arange(10), 10, round_keys(1234, 0, 0)).tolist() == [9, 3, 8, 5, 6, 0, 4, 7, 1, 2]

@@ -7,8 +7,15 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from megalite.data.tokenizer_folder import load_tokenizer
-from megalite.data.tokenizers import END, TextTokenizer, bpe_tokenizer, byte_letters, byte_tokenizer, char_tokenizer
+from megalite.data.tokenizers import (
+    END,
+    TextTokenizer,
+    bpe_tokenizer,
+    byte_letters,
+    byte_tokenizer,
+    char_tokenizer,
+    load_tokenizer,
+)
 from megalite.errors.problems import UserError
 
 WORDS = {"</s>": 0, "[UNK]": 1, "the": 2, "model": 3, "##l": 4, "a": 5, "<": 6, "/": 7, "s": 8, ">": 9}

@@ -16,7 +16,7 @@ import pytest
 from megalite.data import token_file
 from megalite.data.token_file import CODES, HEADER, MAGIC, TokenFile, dtype_for, verify
 from megalite.errors.problems import UserError
-from megalite.prepare.token_writer import TokenWriter, join
+from megalite.prepare.tokenizing import TokenWriter, join
 
 WriteTokens = Callable[..., Path]
 
@@ -49,13 +49,6 @@ def test_every_dtype_of_ids_is_readable(tmp_path: Path, dtype: np.dtype) -> None
     assert TokenFile.open(tmp_path / "x").tokens[:].tolist() == [1, 2, 100]
 
 
-def test_a_multimodal_index_is_readable(write_tokens: WriteTokens) -> None:
-    prefix = write_tokens("modes", [[1, 2], [3]])
-    with prefix.with_suffix(".idx").open("ab") as file:
-        file.write(b"\x00\x01")  # one mode per sequence
-    assert TokenFile.open(prefix).documents == 2
-
-
 def test_a_document_longer_than_a_sequence_stays_one_document(tmp_path: Path) -> None:
     writer = TokenWriter(tmp_path / "long", dtype_for(100), longest=4)
     for length in (10, 3):
@@ -67,17 +60,6 @@ def test_a_document_longer_than_a_sequence_stays_one_document(tmp_path: Path) ->
     assert file.documents == 2
     assert file.document_starts(0, 13) == [10]
     verify(tmp_path / "long", 100)
-
-
-def test_joined_files_hold_all_documents_in_order(write_tokens: WriteTokens, tmp_path: Path) -> None:
-    files = [
-        TokenFile.open(write_tokens(name, documents)) for name, documents in (("a", [[1, 2], [3]]), ("b", [[4] * 5]))
-    ]
-    join(files, tmp_path / "both", np.dtype("<u2"), {})
-    both = TokenFile.open(tmp_path / "both")
-    assert both.tokens[:].tolist() == [1, 2, 3, 4, 4, 4, 4, 4]
-    assert both.document_starts(0, 8) == [2, 3]
-    verify(tmp_path / "both", 10)
 
 
 def sparse_file(prefix: Path, lengths: np.ndarray) -> None:
@@ -221,7 +203,7 @@ def test_verify_finds_content_that_is_not_what_was_prepared(write_tokens: WriteT
 def test_an_id_that_does_not_fit_is_refused_without_assertions_too(tmp_path: Path) -> None:
     """Not cut to 16 bits."""
     program = (
-        "import pathlib, sys, numpy\nfrom megalite.prepare.token_writer import TokenWriter\n"
+        "import pathlib, sys, numpy\nfrom megalite.prepare.tokenizing import TokenWriter\n"
         "TokenWriter(pathlib.Path(sys.argv[1]), numpy.dtype('<u2')).add(numpy.array([70_000]))"
     )
     command = [sys.executable, "-O", "-c", program, str(tmp_path / "x")]

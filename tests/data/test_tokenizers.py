@@ -8,13 +8,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from megalite.data.tokenizer_folder import load_tokenizer
-from megalite.data.tokenizers import END, TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer
+from megalite.data.tokenizers import END, TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer, load_tokenizer
 from megalite.errors.problems import UserError
 from megalite.prepare.prepare import named_tokenizer
 
@@ -26,12 +26,6 @@ def make(kind: str) -> TextTokenizer:
     if kind == "byte":
         return byte_tokenizer()
     return char_tokenizer([TEXT]) if kind == "char" else bpe_tokenizer([TEXT], 400)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_decoding_gives_back_the_text(kind: str) -> None:
-    tokenizer = make(kind)
-    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 
 @given(text=st.text())
@@ -80,17 +74,6 @@ def test_training_the_same_text_gives_the_same_bpe_in_any_process(tmp_path: Path
     )
     made = {subprocess.check_output([sys.executable, "-c", code, TEXT]) for _ in range(2)}
     assert len(made) == 1
-
-
-def test_a_foreign_folder_brings_its_end_of_document(tmp_path: Path) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    backend = bpe_tokenizer([TEXT], 300).backend
-    backend.add_special_tokens(["</s>"])
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>").save_pretrained(tmp_path)
-    tokenizer = named_tokenizer(str(tmp_path))
-    assert tokenizer.end_of_document == backend.token_to_id("</s>")
-    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
 
 
 def test_a_folder_with_the_older_files_is_converted(tmp_path: Path) -> None:
@@ -164,8 +147,6 @@ PROBE = "ABC abc\u0301 \ufb01  1 if x:\r\n\t  the 日本 end  "
 def test_a_foreign_tokenizer_with_our_vocabulary_gives_the_ids_of_its_own(
     base: str, change: str, tmp_path: Path
 ) -> None:
-    from tokenizers import normalizers, pre_tokenizers
-
     vocabulary = sorted(set(PROBE) | set(PROBE.lower()) | {"▁", "\u00e9", "\u0107"})
     backend = (byte_tokenizer() if base == "byte" else char_tokenizer(vocabulary)).backend
     if change == "normalizer":
@@ -209,3 +190,66 @@ def test_a_text_of_one_word_trains_a_bpe_in_seconds_and_shorter_words_train_the_
     begin = time.monotonic()
     assert bpe_tokenizer([word * 500], 400).vocab_size == 400
     assert time.monotonic() - begin < 20
+
+
+MIXED = "Where the wild thyme blows, ünïcödé 漢字 and 🎉 grow;\n\tthe end of the thing.\n" * 3
+PLAIN = "Where the wild thyme blows\nand oxlips grow"
+
+
+def sentencepiece() -> TextTokenizer:
+    """BPE with bytes for what it does not know, as Llama 2's: a space becomes ▁, and one stands before a text."""
+    backend = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>"))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    named = [f"<0x{byte:02X}>" for byte in range(256)]
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=["<unk>", "</s>", *named], show_progress=False)
+    backend.train_from_iterator([PLAIN] * 9, trainer)
+    spec = json.loads(backend.to_str())
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] not in named]
+    return TextTokenizer(Tokenizer.from_str(json.dumps(spec)), {"eos_token": "</s>"})
+
+
+def word_pieces() -> TextTokenizer:
+    """As BERT's."""
+    backend = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=60, special_tokens=["[UNK]"], show_progress=False)
+    backend.train_from_iterator([PLAIN], trainer)
+    return TextTokenizer(backend, {})
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "spaces_put_before"),
+    [
+        (byte_tokenizer(), MIXED, 0),
+        (char_tokenizer([MIXED]), MIXED, 0),
+        (bpe_tokenizer([MIXED], 270), MIXED, 0),  # characters are cut between tokens
+        (bpe_tokenizer([MIXED], 400), MIXED, 0),
+        (sentencepiece(), MIXED, 1),
+        (word_pieces(), PLAIN, 1),
+    ],
+)
+def test_the_bytes_of_a_text_are_the_sum_over_its_ids(
+    tokenizer: TextTokenizer, text: str, spaces_put_before: int
+) -> None:
+    ids = tokenizer.encode(text)
+    assert len(set(ids)) > 7
+    assert tokenizer.bytes_of_ids(tokenizer.vocab_size)[ids].sum() == len(text.encode()) + spaces_put_before
+
+
+def test_what_is_no_text_has_no_bytes_and_added_words_have_theirs() -> None:
+    tokenizer = byte_tokenizer()
+    tokenizer.backend.add_tokens(["wörd"])
+    sizes = tokenizer.bytes_of_ids(300)
+    assert (sizes.shape, sizes.dtype) == ((300,), np.int64)
+    assert sizes[tokenizer.backend.token_to_id(END)] == 0
+    assert sizes[257] == len("wörd".encode())
+    assert not sizes[258:].any()
+
+
+@pytest.mark.parametrize("tokenizer", [byte_tokenizer(), bpe_tokenizer([MIXED], 270)])
+def test_letters_that_stand_for_bytes_count_one_each_whatever_decodes_them(tokenizer: TextTokenizer) -> None:
+    spec = json.loads(tokenizer.backend.to_str()) | {"decoder": None}
+    bare = TextTokenizer(Tokenizer.from_str(json.dumps(spec)), tokenizer.settings)
+    assert np.array_equal(bare.bytes_of_ids(300), tokenizer.bytes_of_ids(300))

@@ -15,8 +15,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from megalite.commands import evaluate, generate
 from megalite.config.compose import load_part
-from megalite.data.tokenizer_folder import load_tokenizer
-from megalite.data.tokenizers import bpe_tokenizer, byte_tokenizer
+from megalite.data.tokenizers import bpe_tokenizer, byte_tokenizer, load_tokenizer
 from megalite.hf.generate import Sampling, continued, read_prompt
 from megalite.hf.generate import generate as texts_of
 from megalite.hf.saved_model import SavedModel, open_model
@@ -29,7 +28,7 @@ TEXT = "Once upon a time there's a naïve 12345 tree, isn't there?\n" * 20
 
 
 def opened(folder: Path) -> SavedModel:
-    return open_model(folder, pytest.fail)
+    return open_model(folder)
 
 
 def sound(folder: Path, name: str = "llama", **config: Any) -> Path:

@@ -8,8 +8,8 @@ from megalite.checkpoint.manifest import Manifest
 from megalite.checkpoint.reading import Found
 from megalite.config.derive import derive, derive_vocabulary
 from megalite.config.schema import Config, DataConfig, ParallelConfig
+from megalite.hf.export import model_card
 from megalite.hf.families import FAMILIES
-from megalite.hf.model_card import model_card
 from megalite.hf.saved_model import RunCheckpoint
 from megalite.launch.context import ParallelContext
 from megalite.train.saving import DataState, Progress, SavedState
@@ -58,15 +58,9 @@ def test_paths_of_the_machine_and_the_layout_stay_out_of_it() -> None:
     assert "the weights of gpt2" in card(begun)
 
 
-def test_a_data_set_of_the_hub_keeps_its_whole_name() -> None:
-    data = DataConfig(source="hf", path="org/name", subset="en")
-    assert "| data | org/name, en, train; " in card(Config(data=data))
-
-
-def test_what_would_break_the_table_is_written_otherwise() -> None:
-    text = card(data="a|b\n<script>")
-    assert "| data | a&#124;b &lt;script> |" in text
-
-
-def test_without_a_tokenizer_it_shows_no_use_of_one() -> None:
-    assert "AutoTokenizer" not in card(has_tokenizer=False)
+def test_names_of_data_are_whole_and_break_no_table_and_a_tokenizer_is_used_where_there_is_one() -> None:
+    hub = Config(data=DataConfig(source="hf", path="org/name", subset="en"))
+    text = card(hub, data="a|b\n<script>", has_tokenizer=False)
+    assert "| data | org/name, en, train; a&#124;b &lt;script> |" in text
+    assert "AutoTokenizer" not in text
+    assert "AutoTokenizer" in card()

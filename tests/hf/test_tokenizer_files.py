@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from megalite.data.tokenizer_folder import load_tokenizer
-from megalite.data.tokenizers import TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer
+from megalite.data.tokenizers import TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer, load_tokenizer
 
 TEXT = "The quick brown fox isn't over there; it jumps:\n\n\t  naïve façade, 漢字 and 😀! " * 5
 SYMBOLS = sorted(set(TEXT))
@@ -95,16 +94,12 @@ def test_any_text_gives_the_ids_of_training(kind: str, family: str, place: Path)
 @pytest.mark.parametrize("kind", MAKE)
 def test_a_text_begins_and_ends_with_the_end_of_a_document(kind: str, place: Path) -> None:
     ours, theirs = exported(kind, "gpt2" if kind == "unigram" else "llama", place)
+    settings = json.loads(ours.files(64)["tokenizer_config.json"])
+    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast", "which transformers 4 knows"
     assert (theirs.bos_token_id, theirs.eos_token_id) == (ours.end_of_document, ours.end_of_document)
     assert (kind == "char") == (ours.end_of_document is None)
     assert theirs.model_max_length == 10_000
     assert len(theirs) == ours.vocab_size  # nothing was added: the model has no row for it
-
-
-@pytest.mark.parametrize("kind", MAKE)
-def test_the_class_is_one_that_transformers_4_knows(kind: str) -> None:
-    settings = json.loads(MAKE[kind]().files(64)["tokenizer_config.json"])
-    assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 def test_an_end_of_document_known_by_its_id_outlives_saving(tmp_path: Path) -> None:

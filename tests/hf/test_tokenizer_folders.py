@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import pre_tokenizers
 
-from megalite.data.tokenizer_folder import load_tokenizer
-from megalite.data.tokenizers import bpe_tokenizer
+from megalite.data.tokenizers import bpe_tokenizer, load_tokenizer
 
 TEXT = "def f(x):\n    return 1234567 # the quick brown fox isn't here: naïve façade 漢字\r\n\n" * 20
 PAGE = TEXT + "a<|tool|>b <|tool|> c <|end|>!" + "  \t x ABC 12 <|TOOL|>"
@@ -76,7 +75,7 @@ def test_what_was_saved_here_is_read_without_transformers_also_where_its_pad_is_
     tokenizer.settings["pad_token"] = "[PAD]"  # as an earlier megalite has saved folders of others
     tokenizer.save(tmp_path)
     code = (
-        "import sys; from pathlib import Path; from megalite.data.tokenizer_folder import load_tokenizer; "
+        "import sys; from pathlib import Path; from megalite.data.tokenizers import load_tokenizer; "
         "print(load_tokenizer(Path(sys.argv[1])).vocab_size); "
         "sys.exit('transformers' in sys.modules or 'torch' in sys.modules)"
     )

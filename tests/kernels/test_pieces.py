@@ -87,7 +87,7 @@ def test_norms_of_nothing_are_nothing(elements: int) -> None:
 def test_heads_are_rotated_by_pieces_and_turned_back(elements: int, expanded: bool) -> None:
     """One row of positions for all samples, or each with its own."""
     x = torch.randn(5, 2, 3, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    positions = torch.arange(5).expand(2, -1) if expanded else torch.tensor([[0, 1, 2, 3, 4], [7, 0, 1, 0, 9]])
+    positions = torch.arange(5)[None] if expanded else torch.tensor([[0, 1, 2, 3, 4], [7, 0, 1, 0, 9]])
     tables = rotary_tables(FREQUENCIES, positions)
     assert len(tables[0]) == (1 if expanded else 2)
     found = rotate(x, *tables)

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from megalite.launch import host
-from megalite.launch.host import let_cuda_segments_grow
 
 GLIBC = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt")
 STARTED = """
@@ -62,30 +61,44 @@ def test_who_chose_how_malloc_works_is_left_alone(variables: dict[str, str], lea
     assert least < _faults(STARTED, **variables) < most
 
 
-def test_segments_of_cuda_memory_grow_unless_the_user_has_decided() -> None:
-    environ = {"PATH": "/bin"}
-    let_cuda_segments_grow(environ)
-    assert environ.pop("PYTORCH_ALLOC_CONF") == "expandable_segments:True"
+def test_segments_of_cuda_memory_grow_unless_the_user_has_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "is_busy", lambda: False)
+    environ: dict[str, str] = {}
+    host.set_variables(environ)
+    assert environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        chosen = environ | {name: ""}
-        let_cuda_segments_grow(chosen)
-        assert chosen == environ | {name: ""}
+        chosen = {name: ""}
+        host.set_variables(chosen)
+        assert chosen == {name: ""}
+
+
+@pytest.mark.parametrize(("given", "left"), [(None, None), ("1", "8"), ("8", "8"), ("32", "32")])
+def test_cuda_is_not_left_at_a_number_of_queues_that_serialises_streams(
+    given: str | None, left: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who exports 1 for Megatron-LM is told so; where no driver is, nobody is."""
+    found = {} if given is None else {host.CUDA_QUEUES: given}
+    monkeypatch.setattr(host, "NVIDIA", tmp_path / "absent")
+    assert host.set_variables(found) == ""
+    assert found.get(host.CUDA_QUEUES) == given
+    monkeypatch.setattr(host, "NVIDIA", tmp_path)
+    assert bool(host.set_variables(found)) == (given != left)
+    assert found.get(host.CUDA_QUEUES) == left
 
 
 @pytest.mark.parametrize(
     ("running", "usable", "busy"),
-    [(1, 8, False), (2, 8, True), (6, 2, False), (8, 2, True)],
-    ids=["alone", "beside one", "on cores that others leave", "on cores that they do not"],
+    [(1, 8, False), (2, 8, True), (6, 2, False), (8, 2, True), (None, 8, False)],
+    ids=["alone", "beside one", "on cores that others leave", "on cores that they do not", "where nobody tells"],
 )
-def test_a_machine_is_busy_if_others_need_its_cores(
-    running: int, usable: int, busy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_threads_sleep_soon_if_others_need_the_cores(
+    running: int | None, usable: int, busy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(host, "usable_cores", lambda: usable)
-    load = tmp_path / "loadavg"
-    load.write_text(f"0.52 0.58 0.59 {running}/967 12345\n")
-    assert host.is_busy(load, looks=2) is busy
-
-
-def test_where_nobody_tells_libgomp_is_left_alone(tmp_path: Path) -> None:
-    assert not host.is_busy(tmp_path / "absent")
+    monkeypatch.setattr(host, "LOAD", tmp_path / "loadavg")
+    if running is not None:
+        host.LOAD.write_text(f"0.52 0.58 0.59 {running}/967 12345\n")
+    environ: dict[str, str] = {}
+    host.set_variables(environ)
+    assert ("GOMP_SPINCOUNT" in environ) == busy

@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from megalite.launch.signals import INTERRUPTED, LAUNCHER_ENDED, STOP_SIGNALS, StopRequest
+from megalite.launch.signals import INTERRUPTED, LAUNCHER_ENDED, STOP_SIGNALS, stop_request
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_a_signal_only_sets_the_request_and_the_old_handler_comes_back(number: signal.Signals) -> None:
     before = [signal.getsignal(stop) for stop in STOP_SIGNALS]
-    with StopRequest() as stop:
+    with stop_request() as stop:
         assert stop.requested is None
         os.kill(os.getpid(), number)
         assert stop.requested == number.name
@@ -26,7 +26,7 @@ def test_a_signal_only_sets_the_request_and_the_old_handler_comes_back(number: s
 def test_a_terminal_that_goes_away_stops_nothing_under_nohup() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with StopRequest() as stop:
+        with stop_request() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
             assert stop.requested is None
         assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
@@ -35,7 +35,7 @@ def test_a_terminal_that_goes_away_stops_nothing_under_nohup() -> None:
 
 
 def test_the_end_of_the_launcher_stops_in_order() -> None:
-    with StopRequest() as stop:
+    with stop_request() as stop:
         for _ in range(2):
             os.kill(os.getpid(), LAUNCHER_ENDED)
             time.sleep(0.1)
@@ -49,8 +49,8 @@ def test_the_third_interrupt_or_the_launcher_s_end_after_one_does_not_wait_for_t
 ) -> None:
     code = """
 import ctypes
-from megalite.launch.signals import StopRequest
-with StopRequest():
+from megalite.launch.signals import stop_request
+with stop_request():
     print("waiting", flush=True)
     mutex = ctypes.create_string_buffer(64)  # zeros are an unlocked mutex
     for _ in range(2):

@@ -22,7 +22,7 @@ from megalite.config.schema import Config, ParallelConfig
 from megalite.config.settings import with_values
 from megalite.errors.problems import Problem, UserError
 from megalite.launch import watchdog
-from megalite.launch.context import CPU, ParallelContext
+from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.rendezvous import RankInfo, find_problems, rendezvous
 from megalite.layout.groups import GroupNeeds
@@ -44,22 +44,46 @@ def cpu_config(timeout_s: float = 20, tp: int = 1) -> Config:
     return Config(device="cpu", precision="fp32", parallel=ParallelConfig(startup_timeout_s=timeout_s, tp=tp))
 
 
-def meet_on_cpu(place: ProcessEnvironment, problems: list[Problem], timeout_s: float) -> None:
-    rendezvous(place, RankInfo.of(place.rank, CPU, {}, problems), timeout_s=timeout_s)
-
-
-def _start_anew(context: ParallelContext, port: int, changes: dict[int, dict[str, Any]]) -> list[Problem] | float:
-    """What `start` gives a rank that has left its first world: the problems, or a sum over the new world."""
+def _refused(context: ParallelContext, port: int, changes: dict[str, list[Any]]) -> list[tuple[str, str]]:
+    """Settings and rules of the refusal that a rank meets who has left its first world."""
     context.close()
-    place = replace(environment(context.rank, context.world_size, port), **changes.get(context.rank, {}))
-    try:
-        started = open_context(cpu_config(), place)
-    except UserError as error:
-        return error.problems
-    number = torch.tensor(1.0)
-    dist.all_reduce(number, group=started.group("dp-cp"))
-    started.close()
-    return float(number)
+    mine = {name: values[context.rank] for name, values in changes.items()}
+    place = environment(context.rank, mine.pop("size", context.world_size), port)
+    with pytest.raises(UserError) as caught:
+        open_context(with_values(cpu_config(timeout_s=mine.pop("timeout_s", 20)), mine), place)
+    return [(problem.setting, problem.rule) for problem in caught.value.problems]
+
+
+MISSING = "2 of 3 ranks arrived within parallel.startup_timeout_s; missing: 2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "rule"),
+    [
+        ({"size": [3, 3], "timeout_s": [0.5, 0.5]}, ["WORLD_SIZE"], MISSING),
+        ({"size": [2, 3]}, ["WORLD_SIZE"], "so on rank 0 ("),
+        ({"device": ["cpu", "cuda"]}, ["device"], ""),
+        ({"parallel.tp": [1, 2], "parallel.nccl_options": [8, 9]}, ["parallel.nccl_options", "parallel.tp"], "so on"),
+    ],
+)
+def test_two_ranks_refuse_alike_what_is_wrong_with_one(
+    changes: dict[str, list[Any]], settings: list[str], rule: str, tmp_path: Path
+) -> None:
+    if options := changes.get("parallel.nccl_options"):
+        paths = [tmp_path / f"{max_ctas}.yaml" for max_ctas in options]
+        for max_ctas, path in zip(options, paths, strict=True):
+            path.write_text(f"dp_cp: {{max_ctas: {max_ctas}}}")
+        changes = changes | {"parallel.nccl_options": [str(path) for path in paths]}
+    first, second = run_ranks(_refused, 2, free_port(), changes)
+    assert first == second
+    assert [setting for setting, _ in first if setting in settings] == settings
+    assert first[0][1].startswith(rule)
+
+
+@pytest.mark.parametrize("name", ["no-such-host.invalid", "a..b"])
+def test_a_master_address_that_does_not_exist_is_said(name: str) -> None:
+    with pytest.raises(UserError, match="rank 0 found nobody there"):
+        open_context(cpu_config(), replace(environment(0, 2, free_port()), master_addr=name))
 
 
 def listening(pid: int) -> set[str]:
@@ -134,43 +158,6 @@ def test_the_start_up_time_bounds_collectives_until_another_time_is_set() -> Non
     assert "imed out" in run_ranks(_one_is_late_for_a_collective, 2, free_port(), 5.0)[0]
 
 
-def _one_works_longer(context: ParallelContext, port: int) -> None:
-    context.close()
-    started = open_context(cpu_config(timeout_s=1), environment(context.rank, 2, port))
-    if context.rank == 0:
-        time.sleep(2.5)
-    started.barrier(patient=True)
-    started.close()
-
-
-def test_a_patient_barrier_waits_beyond_the_time_for_collectives() -> None:
-    run_ranks(_one_works_longer, 2, free_port())
-
-
-def test_ranks_that_were_told_different_world_sizes_refuse() -> None:
-    results = run_ranks(_start_anew, 2, free_port(), {1: {"world_size": 3}})
-    assert {problem.setting for problem in results[0]} >= {"WORLD_SIZE"}
-    assert results[0] == results[1]
-
-
-def _one_of_three_is_missing(context: ParallelContext, port: int) -> str:
-    context.close()
-    with pytest.raises(UserError) as caught:
-        meet_on_cpu(environment(context.rank, 3, port), [], timeout_s=0.5)
-    return caught.value.problems[0].rule
-
-
-def test_a_missing_rank_is_named_on_all_others() -> None:
-    rules = run_ranks(_one_of_three_is_missing, 2, free_port())
-    assert rules == ["2 of 3 ranks arrived within parallel.startup_timeout_s; missing: 2"] * 2
-
-
-@pytest.mark.parametrize("name", ["no-such-host.invalid", "a..b"])
-def test_a_master_address_that_does_not_exist_is_said(name: str) -> None:
-    with pytest.raises(UserError, match="rank 0 found nobody there"):
-        meet_on_cpu(replace(environment(0, 2, free_port()), master_addr=name), [], timeout_s=5)
-
-
 def _attempt(store: Store, ranks: Sequence[int], size: int = 2, timeout_s: float = 20) -> list[list[Problem]]:
     """What ranks get that come one after the other, each as a process of its own."""
     pids = itertools.count(time.monotonic_ns())
@@ -219,36 +206,6 @@ def test_a_restart_does_not_count_on_a_rank_that_died_before_all_had_come(
 
 def interrupt(*_: object) -> bool:
     raise KeyboardInterrupt
-
-
-def _one_has_no_device(context: ParallelContext, port: int) -> list[str]:
-    context.close()
-    problems = [Problem("device", "cuda", "no GPU here", "device=cpu")] if context.rank == 1 else []
-    with pytest.raises(UserError) as caught:
-        meet_on_cpu(environment(context.rank, 2, port), problems, timeout_s=20)
-    return [problem.rule for problem in caught.value.problems]
-
-
-def test_one_rank_s_missing_device_stops_all_ranks_at_once() -> None:
-    assert run_ranks(_one_has_no_device, 2, free_port()) == [["no GPU here"]] * 2
-
-
-def _plan_differently(context: ParallelContext, port: int, settings: dict[str, list[Any]]) -> list[Problem]:
-    mine = {name: values[context.rank] for name, values in settings.items()}
-    config = replace(cpu_config(), parallel=ParallelConfig(startup_timeout_s=20, **mine))
-    context.close()
-    with pytest.raises(UserError) as caught:
-        open_context(config, environment(context.rank, context.world_size, port))
-    return caught.value.problems
-
-
-def test_ranks_with_different_layouts_are_refused_before_they_make_groups(tmp_path: Path) -> None:
-    paths = [tmp_path / f"{rank}.yaml" for rank in range(2)]
-    for rank, path in enumerate(paths):
-        path.write_text(f"dp_cp: {{max_ctas: {8 + rank}}}")
-    settings = {"tp": [1, 2], "nccl_options": [str(path) for path in paths]}
-    for problems in run_ranks(_plan_differently, 2, free_port(), settings):
-        assert [problem.setting for problem in problems] == ["parallel.nccl_options", "parallel.tp"]
 
 
 def info(

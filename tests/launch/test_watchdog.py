@@ -1,9 +1,10 @@
-"""Ranks that make no progress end, with a report of where each stands. Ranks that do, or wait for a disk, go on."""
+"""Ranks that make no progress end, with a report of where each stands; others go on. A lost rank is named."""
 
 import json
 import linecache
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
@@ -15,12 +16,17 @@ import torch.distributed as dist
 
 from megalite.launch import watchdog
 from megalite.launch.context import ParallelContext
-from megalite.launch.watchdog import SAVES, Doing, Patience, Watchdog, summary
+from megalite.launch.watchdog import SAVES, Doing, Watchdog, find_cause, summary
+from megalite.train.build import open_context
+from tests.launch.test_startup import cpu_config, environment, free_port
 from tests.ranks import run_ranks
 
 PATIENCE_S = 0.6
-PATIENCE = Patience("parallel.timeout_s", PATIENCE_S)
-SAVING = Doing("save", "in a save", SAVES)
+SAVING = Doing("save", "in a save", "parallel.timeout_s", PATIENCE_S, SAVES)
+
+
+def training(mark: int, words: str = "") -> Doing:
+    return Doing(mark, words, "parallel.timeout_s", PATIENCE_S)
 
 
 def waits_for_a_lock_that_nobody_frees() -> None:
@@ -32,7 +38,8 @@ def waits_for_a_lock_that_nobody_frees() -> None:
 def _hang(context: ParallelContext, folder: Path, holds_lock: bool) -> None:
     """Rank 1 hangs without a collective; the others wait for it in one."""
     watchdog.REPORT_S, watchdog.ROLL_S = 8.0, 2.0
-    with Watchdog(context, lambda: Doing(7, f"step 7 of rank {context.rank}"), lambda: PATIENCE, folder, ["here"] * 3):
+    doing = SAVING if holds_lock else training(7, f"step 7 of rank {context.rank}")
+    with Watchdog(context, lambda: doing, folder, ["here"] * 3):
         if context.rank == 1 and holds_lock:
             pattern = "a" * 40
             __import__("re").match("(a+)+$", pattern + "b")  # for ever, without a look at who else wants to run
@@ -72,7 +79,7 @@ def test_the_parts_of_a_report_fit_into_its_time() -> None:
     assert 2 * watchdog.LOOK_S < watchdog.ROLL_S  # who is busy answers
 
 
-def test_a_rank_that_cannot_answer_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_answer_is_named_and_no_slow_disk(tmp_path: Path) -> None:
     with pytest.raises(Exception, match="1"):  # rank 1 is killed by the time-out of the test
         run_ranks(_hang, 3, tmp_path, True, may_die=[0, 2], timeout=9)
     found = report(tmp_path)
@@ -80,24 +87,16 @@ def test_a_rank_that_cannot_answer_is_named(tmp_path: Path) -> None:
     assert sorted(found["ranks"]) == ["0", "2"]
 
 
-def _save(context: ParallelContext, folder: Path, stops: bool) -> None:
-    """A save without an end; rank 1 cannot even answer, if it `stops`."""
-    watchdog.REPORT_S, watchdog.ROLL_S, doing = 8.0, 2.0, SAVING._replace(may_take=SAVES if stops else 3)
-    if context.rank == 1 and stops:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    with Watchdog(context, lambda: doing, lambda: PATIENCE, folder, ["here"] * 3):
+def _save(context: ParallelContext, folder: Path) -> None:
+    """A save without an end."""
+    watchdog.REPORT_S, watchdog.ROLL_S, doing = 8.0, 2.0, SAVING._replace(may_take=3)
+    with Watchdog(context, lambda: doing, folder, ["here"] * 3):
         time.sleep(30)
-
-
-def test_a_rank_that_is_stopped_in_a_save_is_no_slow_disk(tmp_path: Path) -> None:
-    with pytest.raises(TimeoutError):  # the stopped one is killed by the time-out of the test
-        run_ranks(_save, 2, tmp_path, True, may_die=[0], timeout=9)
-    assert report(tmp_path)["finding"].startswith("no answer from rank 1 on here: stopped")
 
 
 def test_a_save_that_does_not_end_ends_the_job(tmp_path: Path) -> None:
     began = time.monotonic()
-    assert run_ranks(_save, 2, tmp_path, False, may_die=[0, 1], timeout=30) == [None] * 2
+    assert run_ranks(_save, 2, tmp_path, may_die=[0, 1], timeout=30) == [None] * 2
     assert time.monotonic() - began > 3 * PATIENCE_S
     assert report(tmp_path)["ranks"]["0"]["doing"] == "in a save"
 
@@ -106,9 +105,9 @@ def _go_on(context: ParallelContext, folder: Path, waits: bool) -> str:
     at = [0]
 
     def doing() -> Doing:
-        return SAVING if waits else Doing(at[0], "")
+        return SAVING if waits else training(at[0], "")
 
-    with Watchdog(context, doing, lambda: PATIENCE, folder, ["here"] * 3):
+    with Watchdog(context, doing, folder, ["here"] * 3):
         for _ in range(30):
             time.sleep(PATIENCE_S / 10)
             at[0] += 1
@@ -126,7 +125,7 @@ def test_who_goes_on_or_waits_for_a_disk_is_left_alone(tmp_path: Path, waits: bo
 def _busy_beside_one_that_hangs(context: ParallelContext, folder: Path) -> None:
     """Rank 1 goes on and on; rank 0 waits for it longer than it may."""
     watchdog.REPORT_S, watchdog.ROLL_S, at = 8.0, 2.0, [0]
-    with Watchdog(context, lambda: Doing(at[0], "busy"), lambda: PATIENCE, folder, ["here"] * 2):
+    with Watchdog(context, lambda: training(at[0], "busy"), folder, ["here"] * 2):
         for _ in range(300):
             time.sleep(0.1)
             at[0] += context.rank
@@ -148,7 +147,7 @@ def _hang_with_its_disk(context: ParallelContext, folder: Path) -> None:
     watchdog.REPORT_S, watchdog.ROLL_S, watchdog.WRITE_S = 8.0, 2.0, 1.0
     os.dup2(os.open(folder / f"stderr-{context.rank}", os.O_CREAT | os.O_WRONLY), 2)
     Path.write_text = linecache.checkcache = linecache.updatecache = hang  # type: ignore[method-assign,assignment]
-    with Watchdog(context, lambda: Doing(1, "step 1"), lambda: PATIENCE, folder, ["here"] * 2):
+    with Watchdog(context, lambda: training(1, "step 1"), folder, ["here"] * 2):
         hang()
 
 
@@ -171,3 +170,30 @@ def test_ranks_that_do_the_same_share_a_line_and_others_come_first() -> None:
         "rank 0 (n0, process 5), 2 (n2, process 7): step 3, backward, for 11 s",
         "    at megalite/a.py:1 f",
     ]
+
+
+def _lose(context: ParallelContext, port: int, lost: int, dies: bool) -> str:
+    """The cause as this rank tells it, where rank `lost` dies or fails by itself."""
+    context.close()
+    started = open_context(cpu_config(), environment(context.rank, context.world_size, port))
+    started.barrier()
+    if context.rank == lost and dies:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if context.rank == lost:
+        return find_cause(started, ValueError("no such token"))
+    with pytest.raises(RuntimeError) as caught:
+        dist.all_reduce(torch.ones(1), group=started.group("dp-cp"))
+    return find_cause(started, caught.value)
+
+
+@pytest.mark.parametrize(
+    ("lost", "dies", "cause"),
+    [
+        (1, True, "no word from rank 1: killed, stopped or hanging"),
+        (1, False, rf"rank 1 on {socket.gethostname()}: ValueError: no such token"),
+        (0, True, "rank 0 has ended, and with it the place where the ranks met"),
+    ],
+)
+def test_the_ranks_that_are_left_agree_on_who_ended_the_job(lost: int, dies: bool, cause: str) -> None:
+    causes = run_ranks(_lose, 2, free_port(), lost, dies, may_die=[lost])
+    assert {*causes} - {None} == {cause}

@@ -67,7 +67,7 @@ def save(run: Path, workplace: Workplace, row: Row, *, steps: int, continued: Pa
 
 
 def exported(run: Path) -> dict[str, bytes]:
-    export_checkpoint(open_model(run, pytest.fail), run / "exported")
+    export_checkpoint(open_model(run), run / "exported")
     return {path.name: path.read_bytes() for path in (run / "exported").iterdir()}
 
 

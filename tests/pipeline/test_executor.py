@@ -217,7 +217,7 @@ def test_a_deferred_gradient_is_told_when_it_is_there_and_not_when_all_are() -> 
 
 
 def test_a_link_that_breaks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an error of the same type, whose words still tell that a link broke (`failure_report.is_broken_link`)."""
+    """In an error of the same type, whose words still tell that a link broke (`watchdog.is_broken_link`)."""
     found = []
     for number in range(4):
         with pytest.raises(RuntimeError, match="third_party/gloo") as broken:

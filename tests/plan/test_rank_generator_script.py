@@ -158,22 +158,13 @@ def test_bad_input_is_refused_with_status_two_and_no_traceback(arguments: str, m
     assert "Traceback" not in done.stderr
 
 
-def test_the_script_of_a_checkout_takes_the_same_words() -> None:
-    command = [
-        sys.executable,
-        SCRIPT,
-        *["--world-size", "16", "--tp", "4", "--pp", "2", "--etp", "1", "--ep", "4", "--json"],
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
-    assert json.loads(done.stdout)["dense"] == DENSE_TP4_PP2
-
-
-def test_without_a_picture_it_starts_without_what_is_slow() -> None:
+def test_the_script_of_a_checkout_takes_the_same_words_and_starts_without_what_is_slow() -> None:
+    words = ["--world-size", "16", "--tp", "4", "--pp", "2", "--etp", "1", "--ep", "4", "--json"]
     code = (
-        "import runpy, sys\n"
-        "sys.argv = ['rank_generator.py', '--world-size', '8', 'parallel.pp=2', 'model.num_layers=4']\n"
+        f"import runpy, sys\nsys.argv = ['rank_generator.py', *{words}]\n"
         f"try: runpy.run_path({SCRIPT!r}, run_name='__main__')\n"
         "except SystemExit as end: sys.exit(end.code or bool({'torch', 'numpy'} & {*sys.modules}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["dense"] == DENSE_TP4_PP2

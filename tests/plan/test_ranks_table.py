@@ -93,7 +93,6 @@ def test_header_says_the_sizes_and_the_neighbours_of_one_rank_without_listing_gr
 def test_tables_and_json_of_sixteen_thousand_ranks_take_under_two_seconds() -> None:
     begin, groups = time.process_time(), groups_of(LARGE)
     assert sum(map(len, table_lines(groups, LARGE.world_size, 120))) > 1e6
-    assert len(json.loads("\n".join(json_lines(groups, [])))["expert"]["ep"]) == 256
     assert time.process_time() - begin < 2
 
 

@@ -3,7 +3,6 @@ file more than before. tests/bad_input/test_data.py has the rows that every read
 binary).
 """
 
-import bz2
 import json
 import os
 import struct
@@ -19,13 +18,11 @@ from pyarrow import parquet
 import pretrain_gpt
 from megalite.commands import prepare
 from megalite.config.schema import Config
-from megalite.data.open import open_data
-from megalite.data.tokenizers import byte_tokenizer, char_tokenizer
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.prepare import prepare as preparation
-from megalite.prepare.token_writer import TokenWriter
+from megalite.prepare.tokenizing import TokenWriter
 from megalite.train.setup import open_training_data
 from tests.bad_input.launching import SMALL, launch_folder, tree
 from tests.ranks import run_ranks
@@ -67,10 +64,6 @@ def byte(at: int, value: int) -> Callable[[bytearray], object]:
 
 def cut_in_half(content: bytearray) -> None:
     del content[len(content) // 2 :]
-
-
-def no_page_header(content: bytearray) -> None:
-    content[4:60] = bytes(56)
 
 
 def not_utf8() -> None:
@@ -120,40 +113,20 @@ OTHER_DATA = "data=|data or tokenizer differ|another run_dir"
 SCAN, BLEND = "--verify data=tokens data.path=corpus", "data=tokens data.path=[a,b]"
 ROWS: list[tuple[str, str, Arrange]] = [  # the command, words of its refusal, what there is
     ("data=text data.path=none/*.txt", "none/*.txt|matches no file|a quoted", several()),
-    ("data=text data.path=f", "holds no .txt|1 .pdf|quoted", text("f/a.pdf", "x")),
-    ("data=text data.path=f*", "matches no file", text("f/a.txt", "x")),
+    ("data=text data.path=f", "holds no .txt|quoted", text("f/a.pdf", "x")),
     ("data=text data.path=f", "f/a.txt|no regular file", several(text("f/b.txt", "x"), broken_link)),
     ("data=text data.path=f", "b.txt|is empty", several(text("f/a.txt", "x" * 900), text("f/b.txt", ""))),
     (f"{A}.txt", "is not UTF-8 text|byte 6,000,000", text("a.txt", "é".encode() * 3_000_000 + b"\xc3")),
-    (f"{A}.jsonl.bz2", "a.jsonl.bz2|not UTF-8", text("a.jsonl.bz2", bz2.compress(b"x"))),
     (f"{A}.jsonl.gz", "a.jsonl.gz|incorrect header", text("a.jsonl.gz", "no gzip")),
     (f"{A}.csv", "must be one column 'text'|it has: id, body", text("a.csv", "id,body\n1,x\n")),
     (f"{A}.csv", "a.csv|not csv in UTF-8", text("a.csv", b"text\nx\n\xff\n")),
     (f"{A}.parquet", "a.parquet|arquet|copy it again", several(PARQUET, patched("a.parquet", cut_in_half))),
-    (f"{A}.parquet", "a.parquet|arquet|copy it again", several(PARQUET, patched("a.parquet", no_page_header))),
-    (f"{A}.parquet", "a.parquet|Parquet file size is 1 bytes", text("a.parquet", "x")),
     (f"{A}.parquet", "'text'|it has: body, id|data.text_column", table("a.parquet", body=["x"], id=[1])),
-    (f"{A}.parquet", "'text' holds int|a.parquet|the column that", table("a.parquet", text=[1])),
+    (f"{A}.parquet", "'text' holds int|a.parquet|data.text_column", table("a.parquet", text=[1])),
     (f"{A}.parquet", "a.parquet|'utf-8' codec", not_utf8),
-    (
-        "data=text data.path=[a.parquet,b.parquet]",
-        "b.parquet|it has: content|data.text_column",
-        several(PARQUET, table("b.parquet", content=["x"])),
-    ),
-    (
-        "data=text data.path=[a.jsonl,b.jsonl]",
-        "b.jsonl: line 1|holds list",
-        several(text("a.jsonl", GOOD), text("b.jsonl", '{"text": ["x"]}\n')),
-    ),
-    (f"{A}.jsonl", "a.jsonl: line 1|'text' holds int, not text", text("a.jsonl", '{"text": 5}\n')),
-    (f"{A}.jsonl", "a.jsonl: line 4: holds list, not an object", text("a.jsonl", GOOD * 3 + "[1]\n")),
-    (f"{A}.jsonl", "a.jsonl: line 3|column 10", text("a.jsonl", GOOD * 2 + '{"text": ,}\n')),
-    (f"{A}.jsonl", "a.jsonl: line 2|recursion depth", text("a.jsonl", GOOD + "[" * 100_000 + "\n")),
     (f"{A}.jsonl", "a.jsonl: line 2|can't decode byte 0xff", text("a.jsonl", GOOD.encode() + b'{"text": "\xff"}\n')),
     (f"{A}.jsonl", "only empty documents|data.text_column", text("a.jsonl", '{"text": ""}\n{"text": null}\n')),
-    (f"{A}.json", "a.json: row 1|holds str", text("a.json", f'[{GOOD.strip()}, "x"]')),
-    (f"{A}.json", "a.json|is not JSON", text("a.json", f"[{GOOD.strip()},")),
-    (f"{A}.txt train.eval_interval=1", "7 validation tokens (of 61)|fraction=0.5", text("a.txt", "x" * 60)),
+    (f"{A}.json", "a.json: line 1: Expecting value|data=hf reads JSON", text("a.json", f"[\n{GOOD.strip()}\n]")),
     (
         "data=text data.path=[a.txt,b.txt]",
         "b.txt|less than one sample of 17|train.seq_length=",
@@ -162,15 +135,6 @@ ROWS: list[tuple[str, str, Arrange]] = [  # the command, words of its refusal, w
     (SCAN, "corpus.bin|not what was prepared|prepare the data", several(prepared, patched("corpus.bin", byte(10, 1)))),
     (f"{SCAN} model.vocab_size=99", "token id -1 at token 2 (document 0)", tokens("int32", [5, 6, -1, 8] * 50)),
     ("data=tokens data.path=corpus", "uint8 ids, up to 255|257 tokens", tokens("uint8", [5] * 500, vocab_size=257)),
-    (
-        "data=tokens data.path=[one,two]",
-        "different tokenizers|one, two|one tokenizer",
-        several(
-            *(tokens("uint16", [1] * 500, name) for name in ("one", "two")),
-            lambda: byte_tokenizer().save(Path("one.tokenizer")),
-            lambda: char_tokenizer(["abc"]).save(Path("two.tokenizer")),
-        ),
-    ),
     (
         f"{A}.txt tokenizer=tokenizer",
         "tokenizer.json cannot be read|copy the tokenizer",
@@ -184,9 +148,6 @@ ROWS: list[tuple[str, str, Arrange]] = [  # the command, words of its refusal, w
     (f"{A}.txt run_dir=run tokenizer=char model.vocab_size=257", OTHER_DATA, run_on_text),
     (f"{A}.txt run_dir=run", OTHER_DATA, several(run_on_text, text("a.txt", "other " * 150))),
     (f"{BLEND} data.weights=[1.0]", "data.weights|must be as many as data.path has parts, 2", several()),
-    (f"{BLEND} data.weights=[1.0,-0.5]", "data.weights|above 0|data.weights=null", several()),
-    (f"{BLEND} data.weights=[1.0,nan]", "data.weights|must be finite", several()),
-    (f"{BLEND} data.weights=[0.0,0.0]", "data.weights|above 0", several()),
 ]  # fmt: skip
 
 
@@ -249,14 +210,6 @@ def test_an_unreadable_file_and_a_full_disk_are_said_plainly(
     monkeypatch.setattr(TokenWriter, "add", full)
     with pytest.raises(UserError, match=r"No space left[\s\S]*is kept"):
         preparation.prepare(config)
-
-
-def test_text_that_changed_after_preparing_is_not_taken_for_prepared(tmp_path: Path, config: Config) -> None:
-    (tmp_path / "a.txt").write_text("x" * 1000)
-    config.data.path = str(tmp_path / "a.txt")
-    before = preparation.prepare(config).prefixes
-    (tmp_path / "a.txt").write_text("y" * 1001)
-    assert open_data(config, preparation.prepare(config)).train.parts[0].file.prefix not in before
 
 
 def test_ranks_that_find_different_data_at_one_place_refuse_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from megalite.data.open import open_data
 from megalite.data.token_file import TokenFile, with_suffix
 from megalite.data.tokenizers import TextTokenizer, byte_tokenizer, char_tokenizer
 from megalite.errors.problems import UserError
-from megalite.prepare import prepare as preparing
 from megalite.prepare.prepare import prepare, prepare_file, sample, targets_of
 from megalite.prepare.sources import Source, sources_of
 
@@ -74,14 +73,6 @@ def test_one_text_file_by_char_is_its_symbols_and_nothing_else(tmp_path: Path, c
     (part,) = data.train.parts
     assert data.tokenizer.decode(part.file.tokens[:].tolist()) == LINE * 100
     assert (part.first, part.stop, len(part.file.tokens)) == (0, int(4500 * 0.9), 4500)
-
-
-def test_the_second_time_nothing_is_done(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.txt").write_text(LINE * 100)
-    config.data.path = str(tmp_path / "a.txt")
-    prepare(config)
-    monkeypatch.setattr(preparing, "obtain_tokenizer", None)
-    prepare(config, lambda *counts: pytest.fail("work was done"))
 
 
 def test_a_warm_start_imports_no_library_of_the_preparation(tmp_path: Path) -> None:
@@ -234,19 +225,6 @@ def test_the_revision_of_a_hub_tokenizer_is_part_of_the_key(
         (entry / "refs" / "main").write_text(revision)
         keys.add(targets_of(config, sources_of(config.data))[0].key)
     assert len(keys) == 2
-
-
-def test_workers_run_no_module_of_the_current_folder(
-    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for number in range(2):
-        write_documents(tmp_path / f"{number}.jsonl", 3, 1)
-    for name in ("numpy", "json", "xxhash", "megalite"):
-        (tmp_path / f"{name}.py").write_text("open('ran', 'w').close(); raise SystemExit('a module of the folder')")
-    monkeypatch.chdir(tmp_path)
-    config.data.path, config.data.workers = str(tmp_path / "*.jsonl"), 2
-    prepare(config)
-    assert not (tmp_path / "ran").exists()
 
 
 def folder_of(backend: Tokenizer, folder: Path) -> str:

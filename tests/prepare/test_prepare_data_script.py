@@ -11,9 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pyarrow
 import pytest
-from pyarrow import parquet
 
 import pretrain_gpt
 from megalite.commands import prepare
@@ -138,21 +136,6 @@ def test_stopped_it_says_how_to_go_on(
     assert "the same command continues" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("source", ["data=text", "data=hf", "data=hf data.streaming=true"])
-def test_every_kind_of_source_gives_the_same_tokens(
-    source: str, tmp_path: Path, main: Main, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A local folder stands in for a data set of the hub: the library treats both alike."""
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf-cache"))
-    texts = [f"text {number} é" for number in range(20)]
-    (tmp_path / "in").mkdir()
-    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "in" / "a.parquet")
-    assert main(*source.split(), f"data.path={tmp_path}/in", "tokenizer=byte", "--output", tmp_path / "out") == 0
-    ids = [id for text in texts for id in [*text.encode(), 256]]
-    assert (tmp_path / "out.bin").read_bytes() == b"".join(id.to_bytes(2, "little") for id in ids)
-    assert "20 documents" in capfd.readouterr().out
-
-
 LONG = "a" * 300  # a name that no file can have
 
 
@@ -160,29 +143,21 @@ LONG = "a" * 300  # a name that no file can have
     ("arguments", "words"),
     [
         ([*of_text("gone.txt"), "--output", "x"], ["data.path='", "gone.txt'", "there is no such file"]),
-        (["data=text", "--output", "x"], ["data.path=null", "needs to be told what to read"]),
         (
             [*of_text("a.txt"), "data.workers=0", "--output", LONG],
             ["refused, 2 problems", "--output=", "data.workers=0"],
         ),
         ([*of_text("a.txt"), "--output", "a.txt/x"], ["--output=", "cannot be written", "choose a writable folder"]),
         ([*of_text("a.txt"), "--output", "x", "tokenizer=./none"], ["tokenizer='./none'", "there is no folder"]),
-        ([*of_text("a.txt"), "--output", "x", "data.bpe_vocab_size=7"], ["data.bpe_vocab_size=7", "at least 258"]),
         (
             [*of_text("a.jsonl"), "--output", "x", "data.text_column=body"],
             ["'body'", "it has: text", "text_column"],
         ),
-        ([*of_text("a.txt"), "--output", "x", "data.weights=[1]"], ["preparing data does not read it", "data.path"]),
-        ([*of_text("a.txt"), "--output", "x", "data.pth=a"], ["data.pth", "did you mean data.path"]),
-        (["a.txt", "--output", "x"], ["a.txt", "refused, 1 problem"]),
         *(([*of_text("a.txt"), "--output", name], ["--output=", "names no file"]) for name in ("", ".", "/", "..")),
         (["data=hf", "data.path=[a/b,c/d]", "--output", "x"], ["made of one data set"]),
         (["data=tokens", "data.path=x", "--output", "y"], ["prepared already", "--verify"]),
         (["data=tokens", "data.path=gone", "--verify"], ["gone.bin", "is missing"]),
         ([*of_text("a.txt"), "--verify"], ["data='text'", "data=tokens data.path=PREFIX"]),
-        ([*of_text(LONG), "--output", "x"], ["data.path=", "no file can have this name"]),
-        (["data=hf", f"data.path={LONG}", "--output", LONG, f"tokenizer={LONG}"], ["--output=", "3 problems"]),
-        ([*of_text("a.txt"), "--output", "x", 'tokenizer="~nobody-of-this-name/x"'], ["there is no user of"]),
     ],
 )
 def test_mistakes_are_refused_with_status_two_and_nothing_written(

@@ -394,7 +394,7 @@ DATA = ["data=text", "data.path=other.txt", "data.cache_dir=cache"]
             ["takes 3 of the model's 32 positions", "at most 29"],
         ),
         (model_of_positions, "evaluate", ["table", *DATA, "train.seq_length=33"], ["has 32 positions"]),
-        (model_of_symbols, "evaluate", ["symbols", *DATA], ["'A' (character 0)", "3 symbols"]),
+        (model_of_symbols, "evaluate", ["symbols", *DATA], ["'A' (character 0)"]),
         (nothing, "evaluate", ["exported"], ["has no data of its own", "data=stdlib"]),
         (nothing, "evaluate", ["run", "train.steps=3"], ["an evaluation of its own data does not read it"]),
         (nothing, "evaluate", ["run", "train.seq_lenght=3"], ["did you mean train.seq_length=3"]),

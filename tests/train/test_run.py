@@ -26,7 +26,7 @@ from megalite.config.derive import derive
 from megalite.config.schema import Config, OptimizerConfig
 from megalite.data.batch import Batch
 from megalite.data.batches import StepBatches, TrainBatches, validation_batches
-from megalite.data.tokenizer_folder import load_tokenizer
+from megalite.data.tokenizers import load_tokenizer
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import read_environment
