@@ -18,8 +18,8 @@ WIDTH, HEIGHT, DEPTH, WARPS, STAGES = (
 
 
 def sum_rows(rows: Tensor, order: Tensor, starts: Tensor, used: Tensor) -> Tensor:
-    """[t, h]: sums of the rows [m, h] at `order` [m], those of token i from `starts[i]` [t] on. Of rows from `used` [1]
-    on nothing is read. Sums are made in fp32 (fp64 in fp64)."""
+    """[t, h]: sums of the rows [m, h] at `order` [m], those of token i from `starts[i]` [t] on. Rows from `used` [1] on
+    are not read. Sums are made in fp32 (fp64 in fp64)."""
     sums, h = rows.new_empty(len(starts), rows.shape[1]), rows.shape[1]
     block = min(1024, triton.next_power_of_2(h))
     grid = (len(starts), triton.cdiv(h, block))
