@@ -26,8 +26,7 @@ from megalite.checkpoint.manifest import DTYPES, MANIFEST, Manifest, StoredBox, 
 from megalite.checkpoint.pieces import Box, Piece, overlap
 from megalite.errors.problems import Problem, UserError, refuse
 from megalite.errors.words import several
-from megalite.launch.agreement import all_ranks_or_raise, rank0_broadcast
-from megalite.launch.context import ParallelContext
+from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
 
 _SHOWN = 10  # differences named in a refusal
 

@@ -1,4 +1,4 @@
-"""Holds this rank's place in the world: its coordinates and its process groups.
+"""Holds this rank's place in the world, its coordinates and its process groups, and lets all ranks fail together.
 
 There is no global. A layer, an optimizer or a checkpoint is given the group it works on, `context.group("tp")`, by the
 names of layout/groups.py. A group of one rank is None: nothing is sent. (torch takes None for the whole world, so ask
@@ -8,20 +8,22 @@ never queue behind the accelerator. Nothing is pickled.
 
 import faulthandler
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
+from megalite.errors.problems import Problem, UserError
 from megalite.layout.groups import GroupNeeds, GroupSpec, groups_of
 from megalite.layout.ranks import ParallelLayout
 
+T = TypeVar("T")
 CPU = torch.device("cpu")
 # Public since torch 2.14, where the name before warns.
 set_group_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else distributed_c10d._set_pg_timeout
@@ -131,3 +133,43 @@ class ParallelContext:
             nccl._group_end()
         dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
+
+
+class StorageFailure(Exception):  # noqa: N818  # its callers turn it into an error for people
+    """Some rank's storage failed: what happened and where, the same text on every rank."""
+
+
+def all_ranks_or_raise(context: ParallelContext, action: Callable[[], T], *, patient: bool = False) -> T:
+    """The result of `action` on this rank, or an error on all ranks if any rank's failed, once all have finished it.
+
+    Refusals become one UserError with the problems of all ranks, and OSErrors become one StorageFailure. Anything else
+    is a bug: it keeps its type, and is a RuntimeError on the other ranks. `patient`: the action may take one rank
+    longer than parallel.timeout_s.
+    """
+    result, failure = None, None
+    try:
+        result = action()
+    except Exception as error:
+        failure = error
+    if patient:
+        context.barrier(patient=True)
+    words: list[Any] = [] if failure is None else ["bug", f"{type(failure).__name__}: {failure}"]
+    if isinstance(failure, UserError):
+        words = ["input", [problem.as_json() for problem in failure.problems]]
+    elif isinstance(failure, OSError):
+        place = f" ({failure.filename})" if failure.filename else ""
+        words = ["storage", f"{failure.strerror}{place}" if failure.strerror else words[1]]
+    failed = [(rank, *entry) for rank, entry in enumerate(context.gather_json(words)) if entry]
+    if not failed:
+        return result  # type: ignore[return-value]  # no rank's action has failed
+    if bugs := [f"{message} on rank {rank}" for rank, kind, message in failed if kind == "bug"]:
+        raise failure if failure and words[0] == "bug" else RuntimeError(bugs[0])
+    if refused := [each for _, kind, problems in failed if kind == "input" for each in problems]:
+        raise UserError(list(dict.fromkeys(Problem(**fields) for fields in refused)))
+    raise StorageFailure("; ".join(f"{message} on rank {rank}" for rank, _, message in failed[:3])) from failure
+
+
+def rank0_broadcast(context: ParallelContext, action: Callable[[], Any], *, patient: bool = False) -> Any:
+    """The JSON value that `action` returns on rank 0, which alone performs it, or the same failure on every rank."""
+    value = all_ranks_or_raise(context, lambda: action() if context.rank == 0 else None, patient=patient)
+    return context.broadcast_object(value)

@@ -15,8 +15,7 @@ from torch import Tensor
 from megalite.data.batch import Batch
 from megalite.data.samples import IntArray
 from megalite.errors.problems import Problem, UserError
-from megalite.launch.agreement import all_ranks_or_raise
-from megalite.launch.context import ParallelContext
+from megalite.launch.context import ParallelContext, all_ranks_or_raise
 from megalite.train.build import Training
 
 

@@ -19,7 +19,7 @@ from megalite.config.step_plan import planned_steps
 from megalite.data.batches import StepBatches, TrainBatches, validation_batches
 from megalite.errors.problems import UserError, refuse
 from megalite.errors.words import several
-from megalite.launch.agreement import all_ranks_or_raise
+from megalite.launch.context import all_ranks_or_raise
 from megalite.launch.watchdog import after_report_s
 from megalite.optim.schedule import learning_rate
 from megalite.pipeline.simulator import Span

@@ -16,8 +16,7 @@ from megalite.config.schema import Config
 from megalite.data.open import TokenFiles, note_changed_files
 from megalite.errors.problems import Problem, UserError, collect, to_stderr
 from megalite.errors.words import several
-from megalite.launch.agreement import all_ranks_or_raise
-from megalite.launch.context import ParallelContext
+from megalite.launch.context import ParallelContext, all_ranks_or_raise
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.host import end_compile_workers
 from megalite.launch.signals import StopSignals, stop_request

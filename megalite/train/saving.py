@@ -32,8 +32,7 @@ from megalite.checkpoint.store import CheckpointError, Saved, save
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain
 from megalite.config.user_files import as_record
-from megalite.launch.agreement import rank0_broadcast
-from megalite.launch.context import ParallelContext
+from megalite.launch.context import ParallelContext, rank0_broadcast
 from megalite.layout.buffer_layout import OwnedRange
 from megalite.model.parameters import gpt_parameters
 from megalite.model.routers import Routers

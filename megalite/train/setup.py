@@ -22,8 +22,7 @@ from megalite.config.step_plan import samples_when_longer
 from megalite.config.user_files import as_record
 from megalite.data.open import OpenedData, TokenFiles, open_data
 from megalite.errors.problems import Problem, UserError
-from megalite.launch.agreement import all_ranks_or_raise, rank0_broadcast
-from megalite.launch.context import ParallelContext
+from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
 from megalite.launch.device import slow_precision
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.signals import StopSignals

@@ -15,32 +15,22 @@ from pathlib import Path
 
 from megalite.commands.command import COUNT, Shown, command, option
 from megalite.commands.train import main_to_the_end
-from megalite.config.arguments import number_from
 from megalite.errors.problems import Problem, UserError, to_stderr
 
 
 @command(
     option("--runs", **COUNT, default=8, help="trials, each with the next of eight faults (default: %(default)s)"),
-    option(
-        "--seed",
-        type=number_from(0),
-        default=0,
-        metavar="N",
-        help="of layouts, moments and places (default: %(default)s)",
-    ),
+    option("--seed", **COUNT, default=0, help="of layouts, moments and places (default: %(default)s)"),
     option("--flips", **COUNT, default=100, help="single bits flipped in a checkpoint (default: %(default)s)"),
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
     if overrides:
         raise UserError(Problem(overrides[0], "", "no setting of its runs can be chosen", "--help says what can"))
-    from tests.faults.bit_flips import flip_bits
-    from tests.faults.campaign import campaign, table
+    from tests.faults.campaign import campaign, flip_bits, table
 
     folder = Path(tempfile.mkdtemp(prefix="megalite-faults-"))
-    outcomes = []
-    for number, outcome in enumerate(
-        campaign(main_to_the_end, folder / "trials", runs=options.runs, seed=options.seed)
-    ):
+    outcomes, trials = [], campaign(main_to_the_end, folder / "trials", runs=options.runs, seed=options.seed)
+    for number, outcome in enumerate(trials):
         outcomes.append(outcome)
         for flaw in outcome.flaws:
             to_stderr(f"megalite: trial {number}, {outcome.fault}: {flaw}")

@@ -21,10 +21,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megalite.checkpoint.reading import inspect
 from megalite.errors.problems import REFUSED
+from megalite.launch.context import ParallelContext
 from megalite.launch.watchdog import REPORT_S
 from megalite.train.history import EVENTS, METRICS, read_events, read_metrics
-from tests.faults.bit_flips import fault_of, flip
 from tests.faults.trial import STEPS, TIMEOUT_S, Main, Trial
 
 LAYOUTS = ((), ("parallel.tp=2",), ("parallel.pp=2",), ("checkpoint.async=true",))  # one of them in each trial
@@ -45,6 +46,47 @@ class Outcome:
 
 class TooLateError(Exception):
     """The fault did not strike what it was meant to; after another start it may."""
+
+
+# --- damage to files ----------------------------------------------------------------------------------------------
+
+
+def truncate(path: Path, dice: random.Random) -> None:
+    """Cut a file at a random place."""
+    os.truncate(path, dice.randrange(path.stat().st_size))
+
+
+def flip(path: Path, dice: random.Random) -> None:
+    """Flip one random bit of a file."""
+    with path.open("r+b") as file:
+        at = dice.randrange(path.stat().st_size)
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1 << dice.randrange(8)]))
+
+
+def fault_of(checkpoint: Path) -> str | None:
+    """What a start finds wrong with one checkpoint; None: it is whole."""
+    found = inspect(checkpoint, ParallelContext())
+    return found if isinstance(found, str) else None
+
+
+def flip_bits(checkpoint: Path, flips: int, seed: int) -> list[str]:
+    """Flip random bits over all files of a copy of a checkpoint, one at a time; those that a start would not notice."""
+    dice, unnoticed = random.Random(seed), []
+    copy = checkpoint.parent / "flipped" / checkpoint.name
+    shutil.copytree(checkpoint, copy)
+    files = sorted(path for path in copy.rglob("*") if path.is_file())
+    for number in range(flips):
+        path = files[number % len(files)]
+        content = path.read_bytes()
+        flip(path, dice)
+        if fault_of(copy) is None:
+            unnoticed.append(f"flip {number}, in {path.name}")
+        path.write_bytes(content)
+    shutil.rmtree(copy.parent)
+    return unnoticed
 
 
 # --- faults ----------------------------------------------------------------------------------------------------------
@@ -105,15 +147,6 @@ def _stand_still(trial: Trial) -> None:
         raise ValueError(f"rank {rank} stood still, but it was reported: {found[0]}")
 
 
-def _truncate_newest(trial: Trial) -> None:
-    path = _kill_all_after_two_saves(trial)
-    os.truncate(path, trial.dice.randrange(path.stat().st_size))
-
-
-def _flip_newest(trial: Trial) -> None:
-    flip(_kill_all_after_two_saves(trial), trial.dice)
-
-
 def _kill_all_after_two_saves(trial: Trial) -> Path:
     """Some file of the newest checkpoint; there is one before it."""
     for _ in range(TRIES):  # where they are not yet, by the time that it is struck, the next start makes more
@@ -140,10 +173,7 @@ def _damage_tokens(trial: Trial) -> None:
     files = (trial.folder / "cache" / "tokens").iterdir()
     path = trial.dice.choice(sorted(path for path in files if path.suffix in (".bin", ".idx", ".json")))
     content = path.read_bytes()
-    if trial.dice.random() < 0.5:
-        os.truncate(path, trial.dice.randrange(len(content)))
-    else:
-        flip(path, trial.dice)
+    trial.dice.choice([truncate, flip])(path, trial.dice)
     trial.start()
     statuses = trial.end()
     if set(statuses) - {0, REFUSED}:
@@ -171,8 +201,8 @@ FAULTS: dict[str, Callable[[Trial], None]] = {
     "SIGKILL during a save": _kill_in_a_save,
     "SIGTERM to a rank": _terminate,
     "SIGSTOP of a rank": _stand_still,
-    "newest checkpoint truncated": _truncate_newest,
-    "a bit of it flipped": _flip_newest,
+    "newest checkpoint truncated": lambda trial: truncate(_kill_all_after_two_saves(trial), trial.dice),
+    "a bit of it flipped": lambda trial: flip(_kill_all_after_two_saves(trial), trial.dice),
     "no room for a checkpoint": _full_disk,
     "token file damaged": _damage_tokens,
 }

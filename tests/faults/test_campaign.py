@@ -18,8 +18,7 @@ from megalite.train.history import METRICS
 from tests.checkpoint.samples import SINGLE, values, whole
 from tests.faults import campaign as faults
 from tests.faults import trial
-from tests.faults.bit_flips import flip_bits
-from tests.faults.campaign import campaign
+from tests.faults.campaign import campaign, flip_bits
 from tests.faults.trial import STEPS, Trial
 from tests.ranks import start_forkserver
 

@@ -9,8 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from megalite.errors.problems import Problem, UserError, refuse
-from megalite.launch.agreement import all_ranks_or_raise
-from megalite.launch.context import ParallelContext
+from megalite.launch.context import ParallelContext, all_ranks_or_raise
 from tests.ranks import run_ranks
 
 

@@ -37,60 +37,47 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in names}
 
 
-def test_nothing_set_is_a_single_process() -> None:
-    assert read_environment({}) == ProcessEnvironment()
-    assert read_environment({"RANK": "0", "WORLD_SIZE": "1"}) == ProcessEnvironment(launcher="env")
-
-
-def test_torchrun() -> None:
-    assert read_environment(TORCHRUN) == ProcessEnvironment(5, 8, 1, 4, "node0", 29400, "torchrun")
-
-
-def test_plain_variables_without_local_ones() -> None:
-    plain = without(TORCHRUN, "TORCHELASTIC_RUN_ID", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    assert read_environment(plain) == ProcessEnvironment(5, 8, None, 1, "node0", 29400, "env")
-    here = read_environment({**plain, "MASTER_ADDR": "localhost"})
-    assert (here.local_rank, here.local_world_size) == (None, 8)
-
-
-def test_srun() -> None:
-    found = read_environment(SRUN)
-    assert (found.rank, found.world_size, found.local_rank, found.local_world_size) == (3, 4, 1, 2)
-    assert (found.master_addr, found.launcher) == ("gpu-a03", "slurm")
-    assert 1024 < found.master_port < 32768
-
-
-def test_ranks_of_a_step_agree_on_the_port_and_other_steps_and_jobs_have_another() -> None:
-    ports = {
-        read_environment({**SRUN, "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"}).master_port for rank in range(4)
-    }
-    assert len(ports) == 1
-    assert read_environment({**SRUN, "SLURM_STEP_ID": "1"}).master_port not in ports
-    assert read_environment({**SRUN, "SLURM_JOB_ID": "4712"}).master_port not in ports
-
-
-def test_what_is_set_wins_over_slurm() -> None:
-    assert read_environment({**SRUN, **TORCHRUN}).launcher == "torchrun"
-    found = read_environment({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"})
-    assert (found.master_addr, found.master_port) == ("10.0.0.1", 1234)
-
-
-def test_a_world_size_exported_for_srun_is_fine_where_it_agrees() -> None:
-    assert read_environment({**SRUN, "WORLD_SIZE": "4"}).world_size == 4
-    with pytest.raises(UserError, match="differs from the 4 tasks of the SLURM step"):
-        read_environment({**SRUN, "WORLD_SIZE": "8"})
+PLAIN = without(TORCHRUN, "TORCHELASTIC_RUN_ID", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 @pytest.mark.parametrize(
-    "shell",
+    ("variables", "found"),
     [
-        SBATCH_SHELL,
-        {**SBATCH_SHELL, "SLURM_STEP_ID": "4294967291"},
-        {**SBATCH_SHELL, "MASTER_ADDR": "n0", "MASTER_PORT": "1"},
+        ({}, ProcessEnvironment()),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, ProcessEnvironment(launcher="env")),
+        (TORCHRUN, ProcessEnvironment(5, 8, 1, 4, "node0", 29400, "torchrun")),
+        (PLAIN, ProcessEnvironment(5, 8, None, 1, "node0", 29400, "env")),
+        (PLAIN | {"MASTER_ADDR": "localhost"}, ProcessEnvironment(5, 8, None, 8, "localhost", 29400, "env")),
+        (SRUN, ProcessEnvironment(3, 4, 1, 2, "gpu-a03", 12000 + 4711 * 31 % 20000, "slurm")),
+        # What is set wins over SLURM.
+        (SRUN | TORCHRUN, ProcessEnvironment(5, 8, 1, 4, "node0", 29400, "torchrun")),
+        (
+            SRUN | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"},
+            ProcessEnvironment(3, 4, 1, 2, "10.0.0.1", 1234, "slurm"),
+        ),
+        (SRUN | {"WORLD_SIZE": "4", "MASTER_PORT": "1"}, ProcessEnvironment(3, 4, 1, 2, "gpu-a03", 1, "slurm")),
+        # The shell of sbatch and salloc is a single process.
+        (SBATCH_SHELL, ProcessEnvironment()),
+        (SBATCH_SHELL | {"SLURM_STEP_ID": "4294967291"}, ProcessEnvironment()),
+        (SBATCH_SHELL | {"MASTER_ADDR": "n0", "MASTER_PORT": "1"}, ProcessEnvironment()),
     ],
 )
-def test_the_shell_of_sbatch_and_salloc_is_a_single_process(shell: dict[str, str]) -> None:
-    assert read_environment(shell).launcher == "single"
+def test_every_launcher_s_variables_are_understood(variables: dict[str, str], found: ProcessEnvironment) -> None:
+    assert read_environment(variables) == found
+
+
+def test_ranks_of_a_step_agree_on_the_port_and_other_steps_and_jobs_have_another() -> None:
+    ports = [
+        read_environment({**SRUN, **change}).master_port
+        for change in ({}, {"SLURM_PROCID": "0"}, {"SLURM_STEP_ID": "1"}, {"SLURM_JOB_ID": "4712"})
+    ]
+    assert ports[0] == ports[1]
+    assert len({*ports}) == 3
+
+
+def test_a_world_size_exported_for_srun_that_differs_is_refused() -> None:
+    with pytest.raises(UserError, match="differs from the 4 tasks of the SLURM step"):
+        read_environment({**SRUN, "WORLD_SIZE": "8"})
 
 
 @pytest.mark.parametrize(

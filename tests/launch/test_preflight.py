@@ -110,29 +110,32 @@ def stops_before_links(context: ParallelContext) -> ParallelContext:
 Fault = Callable[[ParallelContext], ParallelContext]
 
 
-def _measure(context: ParallelContext, folder: Path, bad: int, fault: Fault) -> dict[str, Any]:
+def _measure(context: ParallelContext, folder: Path, faults: dict[int, Fault], wait_s: float = 60) -> dict[str, Any]:
     """Every rank is a node of its own, measured for a moment only."""
     os.environ["SLURMD_NODENAME"] = f"n{context.rank}"
-    preflight_module.DISK_BYTES, preflight_module.MEASURE_S = 1 << 20, 0.1
-    preflight_module.LINK_S, preflight_module.HANG_S = 2.0, 15.0 if fault is stops_in_measuring else 3.0
-    if fault in (stops_in_measuring, stops_before_links):
-        preflight_module.WAIT_S = 4.0
-    return dict(preflight(fault(context) if context.rank == bad else context, folder))
+    preflight_module.DISK_BYTES, preflight_module.MEASURE_S, preflight_module.WAIT_S = 1 << 20, 0.1, wait_s
+    preflight_module.LINK_S, preflight_module.HANG_S = 2.0, 15.0 if stops_in_measuring in faults.values() else 3.0
+    fault = faults.get(context.rank, lambda it: it)
+    return dict(preflight(fault(context), folder))
 
 
 def test_real_ranks_measure_and_the_first_one_knows(tmp_path: Path) -> None:
-    first, *others = run_ranks(_measure, 3, tmp_path / "no mount point" / "runs", 2, clock_ahead)
+    """A folder without its mount point, a disk that hangs, a clock that is wrong."""
+    faults = {0: disk_hangs, 2: clock_ahead}
+    first, *others = run_ranks(_measure, 3, tmp_path / "no mount point" / "runs", faults)
     assert others == [{}, {}]
     assert [*first] == ["n0", "n1", "n2"]
-    assert all(first["n0"][name] > 0 for name in ("matmul, TFLOP/s", "memory, GB/s", "across, GB/s"))
-    assert first["n0"]["error"].startswith("FileNotFoundError")
-    assert first["n0"]["torch"] == torch.__version__
+    assert all(first[node]["across, GB/s"] > 0 for node in first)
+    assert all(first["n1"][name] > 0 for name in ("matmul, TFLOP/s", "memory, GB/s"))
+    assert first["n0"]["error"] == "TimeoutError: no answer in time"
+    assert first["n1"]["error"].startswith("FileNotFoundError")
+    assert first["n1"]["torch"] == torch.__version__
     assert any(fault.startswith("clock, s: +") for fault in judge(first)[0]["n2"])
     assert not [*tmp_path.iterdir()]
 
 
 def test_a_node_with_another_device_is_named_and_nobody_waits_for_it(tmp_path: Path) -> None:
-    found = run_ranks(_measure, 3, tmp_path, 1, other_device)[0]
+    found = run_ranks(_measure, 3, tmp_path, {1: other_device})[0]
     assert "device: meta" in judge(found)[0]["n1"]
     assert not [name for measures in found.values() for name in measures if name.startswith(("link", "across"))]
 
@@ -165,35 +168,13 @@ def test_a_link_that_hangs_does_not_change_the_exit_status(tmp_path: Path) -> No
     assert chosen in ("n0\n", "n1\n")
 
 
-def test_a_node_whose_disk_hangs_is_named_though_it_is_the_first(tmp_path: Path) -> None:
-    found = run_ranks(_measure, 3, tmp_path, 0, disk_hangs)[0]
-    assert found["n0"]["error"] == "TimeoutError: no answer in time"
-    assert [measures["across, GB/s"] > 0 for measures in found.values()] == [True] * 3
-    assert best(found, 2) == ["n1", "n2"]
-
-
 @pytest.mark.parametrize("fault", [stops_in_measuring, stops_before_links])
 def test_the_node_of_a_rank_that_stops_is_named_and_the_others_go_on(tmp_path: Path, fault: Fault) -> None:
-    found = run_ranks(_measure, 3, tmp_path, 1, fault)[0]
+    found = run_ranks(_measure, 3, tmp_path, {1: fault}, 4.0)[0]
     assert found["n1"] == {"error": "no answer within 4 s"}
     assert [measures.get("across, GB/s", 0) > 0 for measures in found.values()] == [True, False, True]
     assert best(found, 2) == ["n0", "n2"]
     assert not [node for node, faults in judge(found)[0].items() if any("link to" in fault for fault in faults)]
-
-
-def _one_node_lacks_a_gpu(context: ParallelContext, folder: Path, port: int) -> dict[str, Any]:
-    context.close()
-    os.environ["SLURMD_NODENAME"] = f"n{context.rank // 2}"
-    preflight_module.DISK_BYTES, preflight_module.MEASURE_S = 1 << 20, 0.1
-    rendezvous.gpu_id = preflight_module.gpu_id = lambda _: f"GPU-{context.rank % 2 if context.rank < 2 else 0}"
-    place = ProcessEnvironment(context.rank, 4, 0, 1, "127.0.0.1", port, "env")
-    return dict(preflight(meet(place, CPU, [], timeout_s=20), folder))
-
-
-def test_a_node_with_a_gpu_too_few_is_named_by_the_preflight(tmp_path: Path) -> None:
-    found = run_ranks(_one_node_lacks_a_gpu, 4, tmp_path, free_port())[0]
-    assert "error" not in found["n0"]
-    assert found["n1"]["error"] == "ranks 2, 3 share one GPU"
 
 
 def _one_dies(context: ParallelContext, folder: Path) -> str:
@@ -209,22 +190,27 @@ def test_a_rank_that_does_not_answer_is_named(tmp_path: Path) -> None:
     assert run_ranks(_one_dies, 2, tmp_path)[0] == "no answer within 3 s from rank 1"
 
 
-def _with_other_code(context: ParallelContext, folder: Path, port: int) -> tuple[list[str], str]:
-    """What the preflight says of it, and what the start of a training does."""
+def _odd_nodes(context: ParallelContext, folder: Path, port: int) -> tuple[dict[str, Any], str]:
+    """Two nodes with different code, the second with a GPU too few: what the preflight says, and what training does."""
     context.close()
-    os.environ["SLURMD_NODENAME"] = f"n{context.rank}"
+    os.environ["SLURMD_NODENAME"] = f"n{context.rank // 2}"
     preflight_module.DISK_BYTES, preflight_module.MEASURE_S = 1 << 20, 0.1
-    startup.code_fingerprint = preflight_module.code_fingerprint = lambda: f"code {context.rank}"
-    place = ProcessEnvironment(context.rank, 2, 0, 1, "127.0.0.1", port, "env")
-    found = preflight(meet(place, CPU, [], timeout_s=20), folder)
+    startup.code_fingerprint = preflight_module.code_fingerprint = lambda: f"code {context.rank // 2}"
+    preflight_module.gpu_id = lambda _: f"GPU-{context.rank % 2 if context.rank < 2 else 0}"
+    rendezvous.gpu_id = lambda _: None
+    place = ProcessEnvironment(context.rank, 4, 0, 1, "127.0.0.1", port, "env")
+    found = dict(preflight(meet(place, CPU, [], timeout_s=20), folder))
     with pytest.raises(UserError) as caught:
         start(place, context.layout, CPU, torch.float32, timeout_s=20, store=context.store)
-    return judge(found)[1], caught.value.problems[0].rule
+    return found, caught.value.problems[0].rule
 
 
-def test_nodes_with_different_code_are_compared_by_the_preflight_and_refused_by_a_training(tmp_path: Path) -> None:
-    [(told, rule), (nothing, _)] = run_ranks(_with_other_code, 2, tmp_path, free_port())
-    assert told == ["they differ in megalite: code 0 on n0, code 1 on n1"]
-    assert rule.startswith("so on rank 0 (")
-    assert "but 'code 1' on rank 1 (" in rule
-    assert nothing == []
+def test_odd_nodes_are_named_by_the_preflight_and_refused_by_a_training(tmp_path: Path) -> None:
+    [(found, rule), *_] = run_ranks(_odd_nodes, 4, tmp_path, free_port())
+    faults, differences = judge(found)
+    blamed = {node: [fault for fault in found if "error" in fault] for node, found in faults.items()}
+    assert blamed.pop("n1") == ["error: ranks 2, 3 share one GPU"]
+    assert not any(blamed.values())
+    assert differences == ["they differ in megalite: code 0 on n0, code 1 on n1"]
+    assert rule.startswith("so on rank 0, 1 (")
+    assert "but 'code 1' on rank 2, 3 (" in rule

@@ -137,12 +137,6 @@ def test_writing_behind_training_shares_no_communicator(fake_world: Any) -> None
     assert [name for name, group in context.groups.items() if group is saving] == ["saving"]
 
 
-def test_a_rank_without_embeddings_belongs_to_no_embedding_group(fake_world: Any) -> None:
-    context = fake_world(ParallelLayout(pp=3), 1, GroupNeeds(tied_embeddings=True))
-    assert context.group("word-embedding") is None
-    assert context.members("word-embedding") == ()
-
-
 class OptionsWithoutNccl:
     """Stands in for ProcessGroupNCCL.Options where torch has no NCCL: records what is set on it."""
 

@@ -44,51 +44,40 @@ def cpu_config(timeout_s: float = 20, tp: int = 1) -> Config:
     return Config(device="cpu", precision="fp32", parallel=ParallelConfig(startup_timeout_s=timeout_s, tp=tp))
 
 
-def _start(context: ParallelContext, port: int, changes: dict[int, dict[str, Any]]) -> list[tuple[str, str]] | float:
-    """What `open_context` gives a rank that has left its first world: a sum over the new one, or settings and rules."""
+def _refused(context: ParallelContext, port: int, changes: dict[str, list[Any]]) -> list[tuple[str, str]]:
+    """Settings and rules of the refusal that a rank meets who has left its first world."""
     context.close()
-    mine = changes.get(context.rank, {})
-    place = replace(environment(context.rank, mine.pop("size", context.world_size), port), **mine.pop("place", {}))
-    try:
-        started = open_context(with_values(cpu_config(timeout_s=mine.pop("timeout_s", 20)), mine), place)
-    except UserError as error:
-        return [(problem.setting, problem.rule) for problem in error.problems]
-    number = torch.tensor(1.0)
-    dist.all_reduce(number, group=started.group("dp-cp"))
-    started.close()
-    return float(number)
+    mine = {name: values[context.rank] for name, values in changes.items()}
+    place = environment(context.rank, mine.pop("size", context.world_size), port)
+    with pytest.raises(UserError) as caught:
+        open_context(with_values(cpu_config(timeout_s=mine.pop("timeout_s", 20)), mine), place)
+    return [(problem.setting, problem.rule) for problem in caught.value.problems]
 
 
-def refused(ranks: int, **changes: list[Any]) -> list[tuple[str, str]]:
-    """Settings and rules of the one refusal of all ranks; `changes` has a value for each rank."""
-    by_rank = {rank: {name.replace("__", "."): changes[name][rank] for name in changes} for rank in range(ranks)}
-    first, *others = run_ranks(_start, ranks, free_port(), by_rank)
-    assert others == [first] * (ranks - 1)
-    assert isinstance(first, list)
-    return first
+MISSING = "2 of 3 ranks arrived within parallel.startup_timeout_s; missing: 2"
 
 
-def test_a_missing_rank_is_named_on_all_others() -> None:
-    rule = "2 of 3 ranks arrived within parallel.startup_timeout_s; missing: 2"
-    assert refused(2, size=[3, 3], timeout_s=[0.5, 0.5]) == [("WORLD_SIZE", rule)]
-
-
-def test_ranks_that_were_told_different_world_sizes_refuse() -> None:
-    assert "WORLD_SIZE" in dict(refused(2, size=[2, 3]))
-
-
-def test_one_rank_s_missing_device_stops_all_ranks_at_once() -> None:
-    [(setting, rule)] = refused(2, device=["cpu", "cuda"])
-    assert setting == "device"
-    assert "no usable CUDA device" in rule
-
-
-def test_ranks_with_different_layouts_are_refused_before_they_make_groups(tmp_path: Path) -> None:
-    paths = [tmp_path / f"{rank}.yaml" for rank in range(2)]
-    for rank, path in enumerate(paths):
-        path.write_text(f"dp_cp: {{max_ctas: {8 + rank}}}")
-    found = refused(2, parallel__tp=[1, 2], parallel__nccl_options=[str(path) for path in paths])
-    assert [setting for setting, _ in found] == ["parallel.nccl_options", "parallel.tp"]
+@pytest.mark.parametrize(
+    ("changes", "settings", "rule"),
+    [
+        ({"size": [3, 3], "timeout_s": [0.5, 0.5]}, ["WORLD_SIZE"], MISSING),
+        ({"size": [2, 3]}, ["WORLD_SIZE"], "so on rank 0 ("),
+        ({"device": ["cpu", "cuda"]}, ["device"], ""),
+        ({"parallel.tp": [1, 2], "parallel.nccl_options": [8, 9]}, ["parallel.nccl_options", "parallel.tp"], "so on"),
+    ],
+)
+def test_two_ranks_refuse_alike_what_is_wrong_with_one(
+    changes: dict[str, list[Any]], settings: list[str], rule: str, tmp_path: Path
+) -> None:
+    if options := changes.get("parallel.nccl_options"):
+        paths = [tmp_path / f"{max_ctas}.yaml" for max_ctas in options]
+        for max_ctas, path in zip(options, paths, strict=True):
+            path.write_text(f"dp_cp: {{max_ctas: {max_ctas}}}")
+        changes = changes | {"parallel.nccl_options": [str(path) for path in paths]}
+    first, second = run_ranks(_refused, 2, free_port(), changes)
+    assert first == second
+    assert [setting for setting, _ in first if setting in settings] == settings
+    assert first[0][1].startswith(rule)
 
 
 @pytest.mark.parametrize("name", ["no-such-host.invalid", "a..b"])
