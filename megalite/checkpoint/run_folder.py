@@ -35,8 +35,7 @@ from megalite.checkpoint.commit import CHECKPOINTS, committed, recover
 from megalite.checkpoint.manifest import digest
 from megalite.checkpoint.reading import Found, inspect
 from megalite.checkpoint.resume_rules import compare
-from megalite.config.durable_files import open_to_append, sync_folder, write_atomically
-from megalite.config.own_files import LOCK, OWN, RUN, run_dir_problems
+from megalite.config.own_files import LOCK, OWN, RUN, open_to_append, run_dir_problems, sync_folder, write_atomically
 from megalite.config.user_files import as_record, read_bytes, read_json, read_object
 from megalite.errors.problems import Problem, UserError, refuse
 from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megalite.config.durable_files import write_atomically
+from megalite.config.own_files import write_atomically
 from megalite.config.schema import Config, DataConfig
 from megalite.config.user_files import read_object
 from megalite.data.samples import IntArray, Part, SampleSource, integer_weights

@@ -25,7 +25,7 @@ import numpy.typing as npt
 import xxhash
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megalite.config.durable_files import write_atomically
+from megalite.config.own_files import write_atomically
 from megalite.config.user_files import read_object, read_text, refusing
 from megalite.data.cuts import Cut, at_line_end, nowhere, where_encodings_agree
 from megalite.data.samples import IntArray

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megalite.config.durable_files import private_files
+from megalite.config.own_files import private_files
 from megalite.config.schema import Config
 from megalite.data.open import TokenFiles, note_changed_files
 from megalite.errors.problems import Problem, UserError, collect, to_stderr

@@ -16,8 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from megalite.config.durable_files import write_atomically
-from megalite.config.own_files import STATUS
+from megalite.config.own_files import STATUS, write_atomically
 from megalite.config.user_files import absolute
 from megalite.errors.problems import Problem, UserError
 
