@@ -34,14 +34,31 @@ import yaml  # type: ignore[import-untyped]
 from megalite.checkpoint.commit import CHECKPOINTS, committed, recover
 from megalite.checkpoint.manifest import digest
 from megalite.checkpoint.reading import Found, inspect
-from megalite.checkpoint.resume_rules import compare
-from megalite.config.own_files import LOCK, OWN, RUN, open_to_append, run_dir_problems, sync_folder, write_atomically
+from megalite.config.durable_files import open_to_append, sync_folder, write_atomically
+from megalite.config.own_files import LOCK, OWN, RUN, run_dir_problems
+from megalite.config.settings import leaves, yaml_value
 from megalite.config.user_files import as_record, read_bytes, read_json, read_object
 from megalite.errors.problems import Problem, UserError, refuse
+from megalite.errors.words import plain
 from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
 
 TOKENIZER = "tokenizer"
 SEEN_WITHIN_S = 65.0  # an NFS client may remember for 60 s (acdirmax) that a file was not there
+
+# What may change between a run and its continuation. A change is refused if it makes the saved tensors meaningless or
+# reorders the data. The sequence length may grow, and rotary positions with it. Everything else may change on purpose.
+_LENGTH, _RAMP = "train.seq_length", "train.batch_ramp"
+_FIXED = ("seed", "data.validation_fraction", "data.weights", "optimizer.name", "optimizer.moment_dtype", "model.")
+_FREE = (  # beginnings of names; the model's leave the meaning of its parameters alone
+    *("model.name", "model.dropout", "model.attention_dropout", "model.embedding_dropout", "model.init_std"),
+    *("model.loss_chunk_tokens", "model.moe.aux_loss", "model.moe.z_loss_coeff", "model.moe.expert_bias_rate"),
+    *("model.moe.capacity_factor", "model.moe.dispatcher"),
+)
+_WITH_LENGTH = (_LENGTH, "model.rope_")  # may change where the sequence length grows
+_UNREMARKABLE = (
+    *("run_dir", "run_name", "resume", "checkpoint.init_from"),
+    *("launch.preflight", "launch.status_file", "train.max_minutes"),
+)
 
 
 class RunLock:
@@ -236,6 +253,26 @@ def examine(path: Path, resume: str, config: Mapping[str, Any], fingerprint: str
         problems.append(Problem("data", fingerprint, rule, "use those of the run, or another run_dir for a new run"))
     refuse(problems)
     return run.run_id, changes
+
+
+def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
+    """All refused differences, and the allowed ones in words. Settings that only one side knows are passed over."""
+    before, now = leaves(saved), leaves(current)
+    problems, changes = [], []
+    grows = before.get(_LENGTH, 0) < now.get(_LENGTH, 0)
+    if grows and now.get(_RAMP) is not None:
+        rule = f"it counts samples, of which the run has consumed fewer when {_LENGTH} grows"
+        problems.append(Problem(_RAMP, now[_RAMP], rule, f"{_RAMP}=null"))
+    changed = {name for name in before.keys() & now.keys() if before[name] != now[name]}
+    for name in sorted(changed.difference(_UNREMARKABLE)):
+        fixed = name.startswith(_FIXED) and not name.startswith(_FREE)
+        if not grows if name.startswith(_WITH_LENGTH) else fixed:
+            rule = f"the run in this folder was started with {name}={plain(before[name])}"
+            remedy = f"set {name}={yaml_value(before[name])}, or another run_dir for a new run"
+            problems.append(Problem(name, now[name], rule, remedy))
+        else:
+            changes.append(f"{name} is now {plain(now[name])}; the run was at {plain(before[name])}")
+    return problems, changes
 
 
 @contextlib.contextmanager

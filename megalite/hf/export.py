@@ -21,8 +21,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megalite.config.durable_files import draft_of
 from megalite.config.model_folder import settings_of
-from megalite.config.own_files import draft_of
 from megalite.config.schema import ModelConfig
 from megalite.config.settings import yaml_value
 from megalite.config.user_files import refusing

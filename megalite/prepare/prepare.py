@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from megalite.config.derive import BUILT_IN_TOKENIZERS
-from megalite.config.own_files import open_to_append, private_files, sync_folder
+from megalite.config.durable_files import open_to_append, private_files, sync_folder
 from megalite.config.schema import Config
 from megalite.config.user_files import read_bytes
 from megalite.data.open import FORMAT, Progress, TokenFiles, check_vocabulary, digest, paths_of

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megalite.config.own_files import write_atomically
+from megalite.config.durable_files import write_atomically
 from megalite.data.cuts import CONTEXT, PIECE
 from megalite.data.samples import IntArray
 from megalite.data.token_file import CODES, HEADER, MAGIC, TokenFile, dtype_for, with_suffix

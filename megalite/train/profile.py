@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megalite.config.own_files import write_atomically
+from megalite.config.durable_files import write_atomically
 from megalite.train.history import StepPart
 from megalite.train.setup import Job
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 import torch
 
-from megalite.config.own_files import open_to_append, write_atomically
+from megalite.config.durable_files import open_to_append, write_atomically
 from megalite.errors.problems import Problem, UserError, printable
 from megalite.errors.remedies import of_system
 from megalite.train.history import EVENTS, IN_THE_WAY, METRICS, PIPELINE, Note, changes, read_metrics

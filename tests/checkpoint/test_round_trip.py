@@ -102,11 +102,6 @@ def test_a_tensor_that_is_not_in_row_major_order_is_written_in_it(tmp_path: Path
     assert equal(pieces, [columns, strided])
 
 
-def test_nothing_in_an_empty_or_absent_folder(tmp_path: Path) -> None:
-    assert newest(tmp_path, SINGLE, no_report) is None
-    assert newest(tmp_path / "absent", SINGLE, no_report) is None
-
-
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_any_layout_loads_into_any_other(tmp_path: Path, ranks: int) -> None:
     """Saved as replicas, as ZeRO-1 flat ranges and as column shards; by one process and by several; and crosswise."""

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megalite.checkpoint.resume_rules import compare
-from megalite.checkpoint.run_folder import RunFolder, RunLock
+from megalite.checkpoint.run_folder import RunFolder, RunLock, compare
 from megalite.checkpoint.store import save
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain, leaves
@@ -90,10 +89,6 @@ def test_what_may_change_is_said(tmp_path: Path) -> None:
         "train.steps is now 9; the run was at 200",
     ]
     folder.close()
-    start_and_save(tmp_path, 2, optimizer__lr=0.5, train__steps=9, model__dropout=0.1, parallel__timeout_s=5.0)
-    folder = start(tmp_path, optimizer__lr=0.5, train__steps=9, model__dropout=0.1, parallel__timeout_s=5.0)
-    assert folder.changes == []
-    folder.close()
 
 
 def test_every_architecture_setting_of_the_model_is_fixed() -> None:
@@ -119,34 +114,25 @@ LONGER = {"train__seq_length": 512, "model__rope_scaling": "yarn", "model__rope_
 
 
 def test_sequences_may_grow_and_rotary_positions_with_them() -> None:
-    longer = settings(**LONGER, model__rope_theta=5e5, model__rope_original_positions=256)
-    problems, changes = compare(settings(), longer)
+    problems, changes = compare(settings(), settings(**LONGER, model__rope_theta=5e5))
     assert not problems
-    assert [change.partition(" ")[0] for change in changes] == [
-        *("model.rope_original_positions", "model.rope_scaling", "model.rope_scaling_factor", "model.rope_theta"),
-        "train.seq_length",
-    ]
+    names = ("model.rope_scaling", "model.rope_scaling_factor", "model.rope_theta", "train.seq_length")
+    assert [change.partition(" ")[0] for change in changes] == [*names]
 
 
 @pytest.mark.parametrize(
-    ("changes", "rules"),
+    ("changes", "refused"),
     [
-        ({"train__seq_length": 128}, {"train.seq_length": "started with"}),
-        ({"model__rope_theta": 5e5}, {"model.rope_theta": "started with"}),
-        (
-            {"model__rope_scaling": "linear", "model__rope_scaling_factor": 2.0},
-            dict.fromkeys(["model.rope_scaling", "model.rope_scaling_factor"], "started with"),
-        ),
-        ({**LONGER, "train__batch_ramp": [2, 2, 8]}, {"train.batch_ramp": "it counts samples"}),
-        ({**LONGER, "model__max_positions": 512}, {"model.max_positions": "started with"}),
-        ({**LONGER, "seed": 1}, {"seed": "started with seed=1234"}),
+        ({"train__seq_length": 128}, ["train.seq_length"]),
+        ({"model__rope_theta": 5e5}, ["model.rope_theta"]),
+        ({**LONGER, "train__batch_ramp": [2, 2, 8]}, ["train.batch_ramp"]),
+        ({**LONGER, "model__max_positions": 512}, ["model.max_positions"]),
+        ({**LONGER, "seed": 1}, ["seed"]),
     ],
 )
-def test_what_growing_sequences_do_not_allow(changes: dict[str, Any], rules: dict[str, str]) -> None:
+def test_what_growing_sequences_do_not_allow(changes: dict[str, Any], refused: list[str]) -> None:
     problems, _ = compare(settings(), settings(**changes))
-    assert [problem.setting for problem in problems] == list(rules)
-    for problem in problems:
-        assert rules[problem.setting] in problem.rule
+    assert [problem.setting for problem in problems] == refused
 
 
 def test_a_run_that_never_saved_may_start_as_another(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ import pytest
 
 from megalite.config import own_files
 from megalite.config.compose import load_config
-from megalite.config.own_files import STATUS, Kind, in_the_way, picture_of, write_atomically
+from megalite.config.durable_files import write_atomically
+from megalite.config.own_files import STATUS, Kind, in_the_way, picture_of
 from megalite.errors.problems import UserError
 
 # As f4fa60b wrote them, but the pictures, which have a mark only since.
@@ -124,7 +125,7 @@ def test_a_status_file_is_not_what_is_read_as_text(tmp_path: Path) -> None:
 
 
 WRITERS = {  # who may write files in another way, and where
-    "config/own_files.py",  # the one
+    "config/durable_files.py",  # the one
     *("hf/export.py", "prepare/tokenizing.py"),  # drafts, and folders of ours
     *("checkpoint/store.py", "checkpoint/commit.py"),  # in checkpoints
     *("commands/sweep.py", "launch/watchdog.py"),  # a byte to its own stop file; a new file

@@ -208,38 +208,6 @@ def neighbours(layout: BufferLayout) -> Iterator[tuple[Bucket, Bucket]]:
         yield from pairwise([one for one in layout.buckets if one.buffer == name and not is_table(one.slots[0].record)])
 
 
-@given(cases(ownership="even"))
-@settings(deadline=None)
-def test_a_block_is_cut_only_where_it_is_larger_than_a_bucket_and_a_bucket_has_as_many_as_fit(case: Case) -> None:
-    layout = case.layout()
-    number = {name: at for at, bucket in enumerate(layout.buckets) for name in names(bucket)}
-    sizes = [sum(padded(slot.record, layout) for slot in bucket.slots) for bucket in layout.buckets]
-    blocks: dict[Any, list[ParameterRecord]] = {}
-    for slot in layout.slots:
-        if not is_table(slot.record):
-            blocks.setdefault((slot.record.place, layout.buckets[number[slot.record.name]].buffer), []).append(
-                slot.record
-            )
-    for block in blocks.values():
-        used = [number[record.name] for record in block]
-        if sum(padded(record, layout) for record in block) <= case.bucket_size:
-            assert len(set(used)) == 1
-        else:
-            assert all(sizes[each] >= case.bucket_size for each in used if each != used[-1])
-    for one, other in neighbours(layout):
-        if one.slots[-1].record.place != other.slots[0].record.place:
-            block = sum(padded(record, layout) for record in blocks[other.slots[0].record.place, other.buffer])
-            content = sum(padded(slot.record, layout) for slot in one.slots)
-            assert content >= case.bucket_size or content + block > case.bucket_size or is_between_tables(case, one)
-
-
-def is_between_tables(case: Case, bucket: Bucket) -> bool:
-    """Whether a table of the vocabulary comes after the bucket in backward, which ends it."""
-    backward = [record.name for record in reversed(case.records)]
-    after = backward[backward.index(names(bucket)[-1]) + 1 :]
-    return any(is_table(record) for record in case.records if record.name in after[:1])
-
-
 def test_buckets_of_gpt2_end_at_blocks_and_are_as_large_as_ranks_are_many() -> None:
     config = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, vocab_size=50257, max_positions=1024)
     config = replace(config, position="learned", norm="layernorm", activation="gelu", bias=True)

@@ -4,7 +4,6 @@ import time
 from collections.abc import Sequence
 from math import gcd
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,25 +51,9 @@ def test_optimizer_instances_are_slices_of_the_replicas() -> None:
     assert ranks(layout, 4, "dp-cp-shard", needs) == (4, 6)
     assert ranks(layout, 0, "dp-cp-replicate", needs) == (0, 4)
     assert ranks(layout, 0, "dp-cp-shard") == ranks(layout, 0, "dp-cp-replicate") == ()
-
-
-def test_instances_of_experts_are_slices_of_their_replicas() -> None:
-    layout, needs = ParallelLayout(tp=2, dp=8, etp=1, ep=4), GroupNeeds(optimizer_instances=2)
-    assert ranks(layout, 1, "edp") == (1, 5, 9, 13)
-    assert ranks(layout, 1, "edp-shard", needs) == (1, 5)
-    assert ranks(layout, 1, "edp-replicate", needs) == (1, 9)
-
-
-@pytest.mark.parametrize("layout", [ParallelLayout(), CUBE, ParallelLayout(tp=2, dp=3)])
-def test_the_world_is_one_group_of_all_ranks(layout: ParallelLayout) -> None:
-    everyone = tuple(range(layout.world_size))
-    needs = GroupNeeds(background_saving=True)
-    for rank in everyone:
-        specs = groups_of(layout, rank, needs)
-        assert specs["world"].ranks == specs["saving"].ranks == everyone
-        assert (specs["world"].traffic, specs["world"].on_host) == ("gradient", False)
-    listed = [spec.name for spec in all_groups(layout, needs)]
-    assert listed.count("world") == listed.count("saving") == (layout.world_size > 1)
+    experts = ParallelLayout(tp=2, dp=8, etp=1, ep=4)
+    names = ("edp", "edp-shard", "edp-replicate")
+    assert [ranks(experts, 1, name, needs) for name in names] == [(1, 5, 9, 13), (1, 5), (1, 9)]
 
 
 def test_the_two_directions_of_a_pipeline_and_writing_behind_training_are_traffic_of_their_own() -> None:
@@ -111,11 +94,6 @@ def test_all_members_see_the_same_group_and_the_world_lists_it_once(
     assert set(listed) == {spec for specs in everyone for spec in specs.values() if len(spec.ranks) > 1}
     names = list(everyone[0])  # the first rank has groups of all names
     assert [names.index(spec.name) for spec in listed] == sorted(names.index(spec.name) for spec in listed)
-
-
-def test_slices_that_do_not_come_out_even_are_our_own_mistake() -> None:
-    with pytest.raises(AssertionError, match="2 ranks do not divide into 3 slices"):
-        groups_of(ParallelLayout(dp=2), 0, GroupNeeds(optimizer_instances=3))
 
 
 def test_all_groups_of_sixteen_thousand_ranks_are_listed_in_a_second() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.checkpoint.pieces import is_tiled
-from megalite.layout.parameters import ParameterRecord, Shard, ShardBox, Split, is_counted, is_held, shard
+from megalite.layout.parameters import ParameterRecord, ShardBox, Split, is_counted, is_held, shard
 from megalite.layout.stages import StageSettings, stage_layers
 from tests.layout.shards import cut
 
@@ -68,12 +68,6 @@ def test_replicas_are_consecutive_ranks_and_the_first_counts(case: tuple[Paramet
         assert [index for index, _ in held] == list(range(first, first + box.replicas))
         assert [copy.counted for _, copy in held] == [True] + [False] * (box.replicas - 1)
         assert {replace(copy, counted=True) for _, copy in held} == {box}
-
-
-def test_what_is_not_split_is_whole_on_every_rank_and_counted_on_the_first() -> None:
-    assert shard(NORM, 4, 0) == Shard((8,), (ShardBox((0,), (8,), (0,), replicas=4),))
-    assert shard(NORM, 4, 3) == Shard((8,), (ShardBox((0,), (8,), (0,), replicas=4, counted=False),))
-    assert shard(NORM, 1, 0).boxes[0].counted
 
 
 def test_ranks_that_share_a_group_divide_its_queries_and_each_hold_its_key_and_value() -> None:

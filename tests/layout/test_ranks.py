@@ -45,12 +45,6 @@ def test_sixteen_ranks_with_context_parallelism_and_folded_experts() -> None:
     assert layout.groups("etp-ep-pp") == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
 
 
-def test_pipelines_inside_data_parallelism() -> None:
-    layout = ParallelLayout(tp=2, dp=2, pp=2, order="tp-cp-ep-pp-dp")
-    assert layout.groups("pp") == pairs(2, [0, 1, 4, 5])
-    assert layout.groups("dp") == pairs(4, [0, 1, 2, 3])
-
-
 def test_an_axis_that_the_order_leaves_out_has_one_position() -> None:
     layout = ParallelLayout(tp=2, pp=2, order="tp-pp")
     assert layout.groups("dp") == [[0], [1], [2], [3]]

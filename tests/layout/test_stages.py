@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.layout.stages import EXCLUDED_BY, StageLayers, StageSettings, get_num_layers, layout_counts, stage_layers
+from megalite.layout.stages import EXCLUDED_BY, StageSettings, get_num_layers, layout_counts, stage_layers
 
 
 def _counts(num_layers: int, pp: int, **rules: Any) -> list[int]:
@@ -44,15 +44,6 @@ def test_the_embedding_or_the_loss_takes_the_place_of_a_layer() -> None:
     assert _counts(14, 4, vpp=2, count_embedding=True, count_loss=True) == [1, 2, 2, 2, 2, 2, 2, 1]
     assert _counts(2, 4, count_embedding=True, count_loss=True) == [0, 1, 1, 0]  # asked for, so allowed
     assert _counts(5, 1, count_embedding=True, count_loss=True) == [5]
-
-
-def test_the_records_of_two_chunks_on_two_ranks() -> None:
-    assert stage_layers(StageSettings(8, 2, vpp=2)) == (
-        StageLayers(stage=0, pp_rank=0, chunk=0, first=0, count=2, embedding=True, loss=False),
-        StageLayers(stage=1, pp_rank=1, chunk=0, first=2, count=2, embedding=False, loss=False),
-        StageLayers(stage=2, pp_rank=0, chunk=1, first=4, count=2, embedding=False, loss=False),
-        StageLayers(stage=3, pp_rank=1, chunk=1, first=6, count=2, embedding=False, loss=True),
-    )
 
 
 def test_encoder_and_decoder_each_have_layers_0_to_the_last() -> None:
@@ -124,17 +115,6 @@ def test_stages_hold_the_model_in_order_chunk_by_chunk(asked: StageSettings) -> 
         assert get_num_layers(asked.num_layers, asked.pp, rank, **rules) == sum(chunks)
 
 
-@settings(deadline=None)
-@given(_accepted().filter(lambda asked: asked.layout is None))
-def test_no_stage_is_empty_unless_asked_for(asked: StageSettings) -> None:
-    for stage in stage_layers(asked):
-        ends = (asked.first_layers == 0 and stage.pp_rank == 0) or (
-            asked.last_layers == 0 and stage.pp_rank == asked.pp - 1
-        )
-        counted = (asked.count_embedding and stage.embedding) or (asked.count_loss and stage.loss)
-        assert stage.count > 0 or ends or counted or (asked.standalone_embedding and stage.pp_rank == 0)
-
-
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[str, dict[str, Any]]] = [
@@ -198,33 +178,6 @@ def test_a_rank_or_chunk_that_does_not_exist_is_refused() -> None:
     ],
 )
 def test_a_text_means_the_layers_of_its_stages(text: str, counts: list[int]) -> None:
-    assert layout_counts(text) == counts
-
-
-@st.composite
-def _written(draw: st.DrawFn) -> tuple[str, list[int]]:
-    """A text in any of its spellings, with the counts that it was made from."""
-    items = draw(
-        st.lists(st.tuples(st.lists(st.integers(0, 5), min_size=1, max_size=3), st.integers(1, 4)), max_size=4)
-    )
-    commas = st.sampled_from(["", ",", " ", ", "])
-
-    def stage(count: int) -> str:
-        starred = count > 0 and draw(st.booleans())
-        return draw(commas) + (f"t{draw(commas)}*{draw(commas)}{count}" if starred else "t" * count) + draw(commas)
-
-    text, counts = "E", []
-    for group, repeats in items:
-        body = "|".join(stage(count) for count in group) + "|"
-        text += body if repeats == 1 else f"({body}){draw(commas)}*{repeats}"
-        counts += group * repeats
-    last = draw(st.integers(0, 5))
-    return text + stage(last) + "L", [*counts, last]
-
-
-@given(_written())
-def test_every_spelling_of_a_layout_means_the_same(written: tuple[str, list[int]]) -> None:
-    text, counts = written
     assert layout_counts(text) == counts
 
 

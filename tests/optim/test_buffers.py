@@ -102,17 +102,6 @@ def test_start_values_reach_parameters_and_masters_alike() -> None:
             assert all(map(torch.equal, buffers.parameter_buckets, held))
 
 
-def test_a_parameter_of_master_precision_is_kept_in_a_buffer_of_its_own() -> None:
-    records = [
-        ParameterRecord("router", (4, 6), "normal", 0.1, True, precision="master"),
-        ParameterRecord("weight", (5, 6), "normal", 0.1, True),
-    ]
-    buffers = TrainingBuffers(buffer_layout(records), dtype=torch.bfloat16, device=CPU)
-    dtypes = {name: buffers.parameter(name).dtype for name in buffers.places}
-    assert dtypes == {"router": torch.float32, "weight": torch.bfloat16}
-    assert sum(len(master) for master in buffers.masters) == sum(bucket.size for bucket in buffers.layout.buckets)
-
-
 SHARDED = [
     ParameterRecord("table", (9, 6), "normal", 0.1, True, split=Split(0, uneven=True)),
     ParameterRecord("position", (5, 6), "normal", 0.1, True),
@@ -143,14 +132,6 @@ def test_ranks_together_count_each_element_once(tp: int, shards: int, repeats: i
                 parts = owned_for_norm(with_ones_in_gradients(layout, shard), groups)
                 total += sum(float(part.sum()) for part in parts)
     assert total == sum(record.numel for record in SHARDED)
-
-
-def test_what_one_rank_counts_is_few_ranges() -> None:
-    replicas = {"dense": ReplicaGroups(), "expert": ReplicaGroups()}
-    whole = with_ones_in_gradients(buffer_layout(SHARDED), 0)
-    assert len(owned_for_norm(whole, replicas)) == len(whole.layout.buckets) == 2  # the table has its own
-    other = with_ones_in_gradients(buffer_layout(SHARDED[1:2] + SHARDED[3:], tp=(2, 1)), 0)
-    assert [float(part.sum()) for part in owned_for_norm(other, replicas)] == [4.0, 0.0]  # padding after the norm
 
 
 def test_a_logical_tensor_fills_this_rank_s_shard() -> None:

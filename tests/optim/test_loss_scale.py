@@ -65,23 +65,6 @@ def test_every_sequence_of_overflows_gives_the_scale_of_the_rule(
         assert ours.value.item() == plain.scale
 
 
-@given(SEQUENCES, SEQUENCES, st.integers(1, 5), st.integers(1, 4))
-def test_a_scale_continues_from_its_saved_state(
-    before: list[bool], following: list[bool], window: int, hysteresis: int
-) -> None:
-    original, resumed = (build(window=window, hysteresis=hysteresis) for _ in range(2))
-    value = resumed.value
-    for overflow in before:
-        original.update(torch.tensor(float(overflow)))
-    resumed.state.copy_(original.state.clone())
-    assert value == original.value  # whoever holds the value sees what was loaded
-    for overflow in following:
-        for scale in (original, resumed):
-            scale.update(torch.tensor(float(overflow)))
-        assert torch.equal(original.state, resumed.state)
-        assert value == resumed.value
-
-
 def test_a_shorter_window_after_a_resume_is_full_at_the_next_good_step() -> None:
     longer, shorter = build(window=10), build(window=3)
     after(longer, "." * 7)

@@ -82,10 +82,6 @@ def test_a_layout_takes_its_padding_and_its_routers_precision_into_account() -> 
     )
 
 
-def test_a_stage_without_layers_keeps_nothing() -> None:
-    assert bytes_of_rank(buffer_layout([], dense_shards=2), "bf16", OptimizerConfig()) == StateBytes(0, 0, 0, 0)
-
-
 # --- what is kept ----------------------------------------------------------------------------------------------------
 
 
@@ -194,24 +190,9 @@ def masters_beside_the_parameters(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(TrainingBuffers, "__init__", and_copy)
 
 
-def parameters_beside_their_buffers(patch: pytest.MonkeyPatch) -> None:
-    attach = TrainingBuffers.attach
-    start: list[Tensor] = []
-
-    def attach_and_keep(self: TrainingBuffers, model: Any, **with_main_grad: Any) -> Any:
-        main_grads = attach(self, model, **with_main_grad)
-        start.extend(parameter.data.clone() for parameter in model.parameters())
-        return main_grads
-
-    patch.setattr(TrainingBuffers, "attach", attach_and_keep)
-
-
-@pytest.mark.parametrize("mutate", [masters_beside_the_parameters, parameters_beside_their_buffers])
-def test_a_second_copy_that_stays_is_caught(
-    mutate: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_copy_that_stays_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     config = config_of(hidden=128, vocabulary=1003)
-    mutate(monkeypatch)
+    masters_beside_the_parameters(monkeypatch)
     with rank_of(2) as context:
         kept = keep(context, config)
     with pytest.raises(AssertionError):

@@ -1,9 +1,6 @@
 """Sums and gathers of buckets between real ranks: right, whatever else is under way, and as many bytes as promised."""
 
-import os
 import random
-import signal
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -152,48 +149,6 @@ def test_a_transfer_sends_what_docs_say_and_copies_only_what_is_narrowed(n: int)
         expected = {"reduce_scatter": 1 + 1 / n, "all_reduce": 2, "all_gather": 1}[name]
         assert expected <= sent < expected * 1.05, (name, dtype, comm_dtype, sent)
         assert held == (elements * comm_dtype.itemsize if comm_dtype != dtype and name != "all_gather" else 0)
-
-
-def _wait_for_nobody(context: ParallelContext) -> float:
-    context.set_timeout(1)
-    if context.rank == 1:
-        time.sleep(2.5)
-        return 0
-    begin = time.monotonic()
-    with pytest.raises(RuntimeError, match=r"imed out|imeout"):
-        bucket_reduce_scatter(torch.ones(1 << 16), group_of(context), comm_dtype=F32).wait()
-    return time.monotonic() - begin
-
-
-def test_a_rank_that_never_joins_is_an_error_after_the_timeout_of_the_moment() -> None:
-    assert 0.9 < run_ranks(_wait_for_nobody, 2)[0] < 2
-
-
-def _die_after_sending(size: int) -> None:
-    before = _written_by_this_process()
-    while _written_by_this_process() - before < size:
-        time.sleep(1e-4)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _lose_a_rank(context: ParallelContext, name: str) -> float:
-    """Rank 1 dies when it has sent a part of its slice."""
-    start, tensor = starters(group_of(context), F32)[name], torch.ones(1 << 23)
-    context.barrier()
-    if context.rank == 1:
-        threading.Thread(target=_die_after_sending, args=(1 << 20,), daemon=True).start()
-    begin = time.monotonic()
-    with pytest.raises(RuntimeError):  # noqa: PT012
-        while True:
-            start(tensor).wait()
-    return time.monotonic() - begin
-
-
-@needs_proc
-@pytest.mark.parametrize("name", ["reduce_scatter", "all_reduce", "all_gather"])
-def test_the_death_of_a_rank_in_mid_transfer_is_an_error_at_once(name: str) -> None:
-    """Long before the group's timeout, twice that of run_ranks."""
-    assert run_ranks(_lose_a_rank, 2, name, may_die=[1], timeout=20)[0] < 10
 
 
 @pytest.mark.gpu
