@@ -20,7 +20,7 @@ from megalite.kernels.pieces import statistics_dtype
 from megalite.model.attention import Attention, BlockInputs, Heads
 from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm
-from megalite.model.parameters import expert_width, inner_projection, shared_width
+from megalite.model.parameters import inner_projection, shared_width
 from megalite.model.recompute import Recompute
 from megalite.moe.dispatch import ExpertRanks
 from megalite.moe.experts import Experts
@@ -72,8 +72,8 @@ class Block(nn.Module):
 
     def _mlp(self, x: Tensor, inputs: BlockInputs) -> Tensor:
         if self.moe is None:
-            y: Tensor = self.mlp(x)
-            return y
+            return self.mlp(x)  # type: ignore[no-any-return]
+        y: Tensor
         y, metrics = self.moe(x, inputs.tokens, self.shared)
         inputs.routing.append(metrics)
         return y
@@ -118,7 +118,7 @@ def _moe_layer(config: ModelConfig, place: TpContext, ranks: ExpertRanks, *, rec
     experts = Experts(
         config.moe,
         config.hidden_size,
-        inner_projection(config, expert_width(config)),
+        inner_projection(config, config.moe.ffn_hidden_size),
         ACTIVATIONS[config.activation],
         ranks,
         dtype=place.dtype,

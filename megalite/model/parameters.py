@@ -32,14 +32,9 @@ def inner_projection(config: ModelConfig, ffn: int | None = None) -> tuple[str, 
     return ("gate_up", (2, ffn)) if config.gated else ("up", (ffn,))
 
 
-def expert_width(config: ModelConfig) -> int:
-    """Inner width of one expert."""
-    return config.moe.ffn_hidden_size
-
-
 def shared_width(config: ModelConfig) -> int:
     """Inner width of all shared experts together, which are one MLP; 0: there is none."""
-    return config.moe.num_shared_experts * expert_width(config)
+    return config.moe.num_shared_experts * config.moe.ffn_hidden_size
 
 
 def gpt_parameters(config: ModelConfig, *, sequence_parallel: bool = False) -> list[ParameterRecord]:
@@ -107,7 +102,7 @@ def _block(layer: int, config: ModelConfig, on_sequence: Groups) -> Iterator[Par
 def _experts(name: str, config: ModelConfig, residual_std: float) -> Iterator[ParameterRecord]:
     """One record for each matrix, of all experts of a layer; they have no biases."""
     experts, hidden = config.moe.num_experts, config.hidden_size
-    inner, outputs = inner_projection(config, expert_width(config))
+    inner, outputs = inner_projection(config, config.moe.ffn_hidden_size)
     first = _weight(f"{name}.{inner}.weight", (experts, *outputs, hidden), config.init_std, Split(len(outputs)))
     yield replace(first, of_experts=True, stacked=len(outputs))
     last = _weight(f"{name}.down.weight", (experts, hidden, outputs[-1]), residual_std, Split(2))

@@ -23,8 +23,10 @@ def rotary_frequencies(config: ModelConfig) -> Tensor:
     if config.rope_scaling_factor == 1.0:
         return frequencies
     kept = torch.zeros_like(frequencies)  # share of the unscaled frequency
-    if config.rope_scaling == "llama3":
-        kept = _kept_by_llama3(config, frequencies)
+    if config.rope_scaling == "llama3":  # 0 below `low` turns in the original context, 1 above `high`, linear between
+        low, high = config.rope_low_frequency_factor, config.rope_high_frequency_factor
+        turns = config.rope_original_positions * frequencies / (2 * pi)
+        kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     elif config.rope_scaling == "yarn":
         kept = _kept_by_yarn(config)
     return frequencies * (kept + (1.0 - kept) / config.rope_scaling_factor)
@@ -42,13 +44,6 @@ def rotary_magnitude(config: ModelConfig) -> float:
         over, under = 1.0, 0.0
     step = 0.1 * log(config.rope_scaling_factor)
     return (over * step + 1.0) / (under * step + 1.0)
-
-
-def _kept_by_llama3(config: ModelConfig, frequencies: Tensor) -> Tensor:
-    """0 below `low` turns in the original context, 1 above `high`, and between them linear in the number of turns."""
-    low, high = config.rope_low_frequency_factor, config.rope_high_frequency_factor
-    turns = config.rope_original_positions * frequencies / (2 * pi)
-    return ((turns - low) / (high - low)).clamp(0.0, 1.0)
 
 
 def _kept_by_yarn(config: ModelConfig) -> Tensor:

@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple
 ActionKind = Literal["forward", "backward", "backward-input", "backward-weight"]
 LETTERS: dict[ActionKind, str] = {"forward": "F", "backward": "B", "backward-input": "I", "backward-weight": "W"}
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}
-_CELL = re.compile(r"(\d{1,9})([FBIW])(\d{1,9})", re.ASCII)
 
 
 class Action(NamedTuple):
@@ -28,7 +27,7 @@ class Action(NamedTuple):
 
 def parse_action(cell: str) -> Action:
     """`0F3` -> Action("forward", 0, 3). Raises ValueError where the text is no action."""
-    found = _CELL.fullmatch(cell)
+    found = re.fullmatch(r"(\d+)([FBIW])(\d+)", cell)
     if found is None:
         raise ValueError(f"{cell!r} is not an action: chunk, one of F B I W, microbatch: 0F3")
     chunk, letter, microbatch = found.groups()

@@ -76,24 +76,24 @@ def output_gradient(width: int) -> Tensor:
     return torch.randn(LENGTH, BATCH, width, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 
 
+def share_of(context: ParallelContext, case: Any, numbers: Any) -> tuple[CpShard, CpGroups, AttentionMask]:
+    """A rank's place in sequences [b, s] of these documents (None: of one each), of a case with these ranks."""
+    share, plan = CpShard(context.index("cp"), case.ring, case.alltoall), None
+    if case.ring > 1:
+        plan = causal_plan(share, LENGTH) if numbers is None else document_plan(share, starts_of(numbers))
+    documents = None if numbers is None else torch.from_numpy(numbers)
+    groups = (TensorGroup.of(context.group(name)) for name in ("cp-alltoall", "cp-ring"))
+    return share, CpGroups(*groups, gathers=case.gathers), AttentionMask(documents=documents, plan=plan)
+
+
 def compute(context: ParallelContext, case: Case) -> tuple[list[int], Tensor, list[Tensor]]:
     """This rank's places, and its part of the output and of the gradients."""
-    share = CpShard(context.index("cp"), case.ring, case.alltoall)
-    numbers, plan = case.numbers(), None
-    if case.ring > 1:
-        plan = causal_plan(share, LENGTH)
-        if numbers is not None:
-            plan = document_plan(share, starts_of(numbers))
-    documents = None if numbers is None else torch.from_numpy(numbers)
-    places = [place for each in share.places(LENGTH, plan.cut if plan else "zigzag") for place in each]
-    groups = (TensorGroup.of(context.group(name)) for name in ("cp-alltoall", "cp-ring"))
+    share, ranks, mask = share_of(context, case, case.numbers())
+    cut = mask.plan.cut if mask.plan else "zigzag"
+    places = [place for each in share.places(LENGTH, cut) for place in each]
     parts = [part[places].requires_grad_() for part in case.parts()]
-    out = context_attention(
-        *parts,  # type: ignore[call-arg]
-        ranks=CpGroups(*groups, gathers=case.gathers),
-        mask=AttentionMask(documents=documents, plan=plan),
-        whole=partial(whole_attention, documents=documents),
-    )
+    whole = partial(whole_attention, documents=mask.documents)
+    out = context_attention(*parts, ranks=ranks, mask=mask, whole=whole)  # type: ignore[call-arg]
     out.backward(output_gradient(case.groups * case.heads * case.width)[places])
     return places, out.detach(), [part.grad for part in parts]
 

@@ -4,28 +4,26 @@ what they keep for backward falls as 1/cp."""
 import time
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megalite.config.exchange import sent_elements
+from megalite.config.layout import sent_elements
 from megalite.config.schema import Config
 from megalite.context_parallel import exchange as exchange_module
 from megalite.context_parallel.attention import context_attention
-from megalite.context_parallel.exchange import CpGroups
-from megalite.kernels.attention_mask import AttentionMask
 from megalite.launch.context import ParallelContext
 from megalite.launch.rendezvous import wait_until
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.ranks import ParallelLayout
-from megalite.layout.sequence import CpShard, causal_plan, document_plan, starts_of
 from megalite.tensor_parallel.collectives import TensorGroup
+from tests.context_parallel.test_attention import share_of, whole_attention
 from tests.ranks import run_ranks
 
 LENGTH, BATCH, GROUPS, HEADS, SIZE = 96, 1, 4, 2, 8
@@ -72,25 +70,12 @@ def parts_of(rows: int) -> list[Tensor]:
     return [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-def whole_attention(*parts: Tensor) -> Tensor:
-    queries, keys, values = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in parts)
-    out = F.scaled_dot_product_attention(queries, keys, values, is_causal=True, enable_gqa=True)
-    return out.permute(2, 0, 1, 3).flatten(2)
-
-
 def compute(context: ParallelContext, case: Case) -> tuple[Counter[str], int]:
     """Bytes sent in forward and backward, and elements kept between the two."""
     sent: Counter[str] = Counter()
     count(sent)
-    share, documents, plan = CpShard(context.index("cp"), case.ring, case.alltoall), None, None
-    if case.ring > 1 and case.document < LENGTH:
-        numbers = (np.arange(LENGTH, dtype=np.int32) // case.document)[None]
-        plan, documents = document_plan(share, starts_of(numbers)), torch.from_numpy(numbers)
-    elif case.ring > 1:
-        plan = causal_plan(share, LENGTH)
-    ranks = CpGroups(
-        TensorGroup.of(context.group("cp-alltoall")), TensorGroup.of(context.group("cp-ring")), case.gathers
-    )
+    numbers = (np.arange(LENGTH, dtype=np.int32) // case.document)[None] if case.document < LENGTH else None
+    _, ranks, mask = share_of(context, case, numbers)
     parts, kept = parts_of(LENGTH // case.size), dict[int, int]()
 
     def keep(x: Tensor) -> Tensor:
@@ -98,7 +83,7 @@ def compute(context: ParallelContext, case: Case) -> tuple[Counter[str], int]:
         return x
 
     with saved_tensors_hooks(keep, lambda x: x):
-        out = context_attention(*parts, ranks, AttentionMask(documents=documents, plan=plan), whole_attention)  # type: ignore[call-arg, arg-type]
+        out = context_attention(*parts, ranks, mask, partial(whole_attention, documents=None))  # type: ignore[call-arg, arg-type]
     out.sum().backward()
     return sent, sum(kept.values())
 
@@ -165,10 +150,9 @@ def blocks_at_once(context: ParallelContext, case: Case, blocks: int) -> int:
 
     exchange_module.start_all_gather = watched(exchange_module.start_all_gather)
     exchange_module.start_all_to_all = watched(exchange_module.start_all_to_all)
-    ranks = CpGroups(ring=TensorGroup.of(context.group("cp-ring")), gathers=case.gathers)
-    mask = AttentionMask(plan=causal_plan(CpShard(context.index("cp"), case.ring), LENGTH))
+    _, ranks, mask = share_of(context, case, None)
     with torch.no_grad():
-        context_attention(*parts_of(LENGTH // case.size), ranks, mask, whole_attention)  # type: ignore[call-arg, arg-type]
+        context_attention(*parts_of(LENGTH // case.size), ranks, mask, partial(whole_attention, documents=None))  # type: ignore[call-arg, arg-type]
     return max(most)
 
 
