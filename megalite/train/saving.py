@@ -168,6 +168,7 @@ class Saver:
         """`saved` is called with the step of each checkpoint that is complete."""
         self._job, self._saved, self._seals = job, saved, Seals(job.folder.path)
         self.saved_step = job.resumed_from  # of the newest complete checkpoint, when no save is under way
+        self._tried_step = job.resumed_from
         self._background = BackgroundSaves(job.context) if job.config.checkpoint.asynchronous else None
         if self._background is not None:
             job.training.optimizer.before_change = self._background.before_change
@@ -175,7 +176,7 @@ class Saver:
 
     def save(self, step: int) -> None:
         """Write the state after `step`, or begin to; a failure is reported, not raised."""
-        begun = time.perf_counter()
+        begun, self._tried_step = time.perf_counter(), step
         with self._training_waits():
             self.wait()
             pieces, write = training_pieces(self._job.training), self._writer(step)
@@ -185,11 +186,10 @@ class Saver:
                 self._finish(step, lambda: write(pieces, self._job.context))
 
     def save_last(self) -> None:
-        """Make sure that the state in which the run ends is on disk."""
-        self.wait()
-        if self.saved_step != self._job.progress.step:
+        """Save the state in which the run ends, unless the loop has tried that, and wait for it."""
+        if self._tried_step != self._job.progress.step:
             self.save(self._job.progress.step)
-            self.wait()
+        self.wait()
 
     def wait(self) -> None:
         """Wait for the save under way: then `saved_step` is what is on disk. All ranks call it at the same point."""

@@ -10,7 +10,7 @@ job=$SLURM_JOB_ID
 [ -z "${SLURM_ARRAY_TASK_ID-}" ] || job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 
 began=$(date +%s)
-export MEGALITE_JOB_BEGAN=$began # see megalite/train/status_file.py
+export MEGALITE_JOB_BEGAN=$began # see megalite/train/run.py
 
 passed() { echo $(($(date +%s) - began)); } # seconds
 

@@ -11,7 +11,8 @@ from megalite.observe.run_data import read_run
 from megalite.train.history import read_events, read_metrics
 from megalite.train.run_log import RunLog
 from tests.train.runs import write_text
-from tests.train.test_run import config_for, poison, start, stop_after
+from tests.train.test_bad_steps import poison
+from tests.train.test_run import config_for, start, stop_after
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from typing import Any
 
 from megalite.commands.train import train_rank
 from megalite.config.schema import Config
+from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from tests.warm import warm_python
@@ -127,3 +128,11 @@ def train_on_rank(context: ParallelContext, config: Config) -> int:
             port = context.broadcast_object(probe.getsockname()[1])
         context.close()
     return train_rank(config, ProcessEnvironment(rank, size, rank, size, master_port=port))
+
+
+def outcome(context: ParallelContext, config: Config) -> int | str:
+    """The exit status of one rank of a run, or the words of its refusal."""
+    try:
+        return train_on_rank(context, config)
+    except UserError as error:
+        return str(error)

@@ -33,13 +33,14 @@ from tests.train.runs import (
     kill,
     launch,
     metrics,
+    outcome,
     overrides,
     state_bytes,
-    train_on_rank,
     wait_for_step,
     write_text,
 )
-from tests.train.test_run import STEPS, at_step, checkpoints, config_for, losses, poison, start, stop_after
+from tests.train.test_bad_steps import poison
+from tests.train.test_run import STEPS, at_step, checkpoints, config_for, losses, start, stop_after
 
 
 def behind(text: Path, run_dir: Path, **train: Any) -> Config:
@@ -162,10 +163,11 @@ def test_a_failure_is_told_once_and_soon_and_training_goes_on(
     assert checkpoints(tmp_path / "run") == [8, 12]
 
 
-def test_a_last_save_that_fails_is_tried_again(text: Path, tmp_path: Path, disk: Disk) -> None:
+def test_a_last_save_that_fails_is_told_once(text: Path, tmp_path: Path, disk: Disk) -> None:
     disk.broken = {STEPS}
     assert start(behind(text, tmp_path / "run")) == 1
-    assert disk.begun == [4, 8, 12, 12]
+    assert disk.begun == [4, 8, 12]
+    assert log_of(tmp_path / "run").count("no space left on device") == 1
     assert checkpoints(tmp_path / "run") == [4, 8]
 
 
@@ -246,13 +248,6 @@ def run_on(layout: ParallelLayout, config: Config, function: Any) -> list[Any]:
     return run_ranks(function, layout.world_size, config, layout=layout, timeout=50)
 
 
-def _outcome(context: ParallelContext, config: Config) -> int | str:
-    try:
-        return train_on_rank(context, config)
-    except UserError as error:
-        return str(error)
-
-
 def _slow_on_rank_1(context: ParallelContext, config: Config) -> int | str:
     """Rank 1 takes its time to write, differently at every step."""
     write = store.write_file
@@ -263,7 +258,7 @@ def _slow_on_rank_1(context: ParallelContext, config: Config) -> int | str:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "write_file", slowly)
-        return _outcome(context, config)
+        return outcome(context, config)
 
 
 LAYOUTS = [ParallelLayout(dp=2), pytest.param(ParallelLayout(tp=2, dp=2), marks=pytest.mark.long)]
@@ -275,7 +270,7 @@ def test_ranks_save_behind_a_training_that_goes_on(text: Path, tmp_path: Path, l
     waits = config_for(text, tmp_path / "waits", check_replicas_every=2, eval_interval=2)
     config = replace(waits, run_dir=str(tmp_path / "behind"))
     config = replace(config, checkpoint=replace(config.checkpoint, asynchronous=True, interval=3))
-    assert run_on(layout, waits, _outcome) == [0] * layout.world_size
+    assert run_on(layout, waits, outcome) == [0] * layout.world_size
     assert run_on(layout, config, _slow_on_rank_1) == [0] * layout.world_size
     assert losses(tmp_path / "behind") == losses(tmp_path / "waits")
     assert state_bytes(tmp_path / "behind", STEPS) == state_bytes(tmp_path / "waits", STEPS)
@@ -296,7 +291,7 @@ def _full_on_rank_1(context: ParallelContext, config: Config) -> int | str:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "write_file", full)
-        return _outcome(context, config)
+        return outcome(context, config)
 
 
 def test_a_failure_of_one_rank_is_told_by_all_once(text: Path, tmp_path: Path) -> None:

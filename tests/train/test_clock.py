@@ -119,21 +119,6 @@ def test_a_rank_that_waits_for_another_one_says_so(layout: dict[str, int], where
         assert computing[where] > 0.05 > waiting[where]
 
 
-def test_a_step_makes_few_marks_whatever_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two for each microbatch, some for the rest; a mark costs about a microsecond."""
-    config = small_config(train={"micro_batch_size": 2}, model={"num_layers": 8})
-    context = ParallelContext()
-    training = build_training(config, context)
-    fill_with_start_values(training.buffers, config, context)
-    step = TrainStep(training, config.optimizer, context)
-    microbatches = masked_batches(config, 8, 1)
-    step(microbatches, 5, 1e-3).read()
-    marks, lap = [], training.clock.lap
-    monkeypatch.setattr(training.clock, "lap", lambda: (marks.extend(training.clock._marks), lap())[1])
-    step(microbatches, 5, 1e-3)
-    assert 2 * len(microbatches) < len(marks) <= 2 * len(microbatches) + 10
-
-
 @pytest.mark.gpu
 def test_on_cuda_times_are_the_device_s_and_events_are_used_again() -> None:
     context = ParallelContext(device=torch.device("cuda", 0))

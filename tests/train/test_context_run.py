@@ -5,8 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from megalite.layout.ranks import ParallelLayout
-from tests.train.runs import write_text
-from tests.train.test_run import config_for, run_on, train_on_rank
+from tests.train.runs import train_on_rank, write_text
+from tests.train.test_run import config_for, run_on
 
 
 def test_a_run_tells_its_exchange_its_cuts_and_how_long_it_waited_for_keys(tmp_path: Path) -> None:

@@ -272,18 +272,6 @@ def test_other_data_is_evaluated_whole_to_the_last_token(trained: Trained, capsy
     assert front["bits_per_byte"] == pytest.approx(bits / len(tokenizer.decode(tokens[1:51]).encode()), rel=1e-6)
 
 
-def test_the_option_and_the_override_name_the_same_data(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
-    place = f"data.cache_dir={trained.folder / 'cache'}"
-    words = [f"data.path={trained.folder / 'other.txt'}", place]
-    option = evaluation(capsys, trained.run, "data=text", *words)
-    assert option == evaluation(capsys, trained.run, "data=text", *words)
-    part = evaluation(capsys, trained.run, "data=text", *words, "data.validation_fraction=0.25")
-    assert option["tokens"] // 5 < part["tokens"] < option["tokens"] // 3
-    shorter = evaluation(capsys, trained.run, "data=text", *words, "train.seq_length=8")
-    assert (shorter["tokens"], shorter["seq_length"]) == (option["tokens"], 8)
-    assert shorter["loss"] != option["loss"]
-
-
 def test_token_files_are_evaluated_as_the_text_they_were_made_of(
     trained: Trained, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -301,15 +289,6 @@ def test_token_files_are_evaluated_as_the_text_they_were_made_of(
 # --- refusals --------------------------------------------------------------------------------------------------------
 
 
-def full_folder(place: Path) -> None:
-    (place / "out").mkdir()
-    (place / "out" / "notes").write_text("mine")
-
-
-def broken_run(place: Path) -> None:
-    (place / "broken" / "checkpoints" / "step-00000003").mkdir(parents=True)
-
-
 def empty_run(place: Path) -> None:
     (place / "empty" / "checkpoints").mkdir(parents=True)
 
@@ -321,12 +300,6 @@ def strange_run(place: Path) -> None:
     shutil.copytree(place / "run", place / "strange")
     shutil.rmtree(place / "strange" / "tokenizer")
     char_tokenizer(["".join(map(chr, range(1000, 1400)))]).save(place / "strange" / "tokenizer")
-
-
-def model_with_code(place: Path) -> None:
-    (place / "code").mkdir()
-    about = {"model_type": "theirs", "auto_map": {"AutoModelForCausalLM": "theirs.Model"}}
-    (place / "code" / "config.json").write_text(json.dumps(about))
 
 
 def model_of_symbols(place: Path) -> None:
@@ -354,12 +327,6 @@ def model_of_positions(place: Path) -> None:
     export_model(values, config, place / "table", dtype=torch.float32, context_length=16, others=others)
 
 
-def model_without_tokenizer(place: Path) -> None:
-    shutil.copytree(place / "exported", place / "mute")
-    (place / "mute" / "tokenizer.json").unlink()
-    (place / "mute" / "tokenizer_config.json").unlink()
-
-
 def nothing(place: Path) -> None:
     """No files are needed."""
 
@@ -373,19 +340,11 @@ DATA = ["data=text", "data.path=other.txt", "data.cache_dir=cache"]
     [
         (nothing, "export_hf", ["gone", "out"], ["model='gone'", "must be the folder of a run"]),
         (empty_run, "export_hf", ["empty", "out"], ["it holds no checkpoint"]),
-        (broken_run, "export_hf", ["broken", "out"], ["no checkpoint of this run can be read"]),
         (nothing, "export_hf", ["run", "out", "--step", "5"], ["step=5", "those there are: 3, 6"]),
-        (nothing, "export_hf", ["run", "out", "precision=bf61", "seed=1"], ["2 problems", "precision='bf61'"]),
-        (full_folder, "export_hf", ["run", "out"], ["folder='out'", "it exists already"]),
         (nothing, "export_hf", ["run", "out", "--max-shard-size", "big"], ["max shard size='big'", "5GB"]),
         (strange_run, "export_hf", ["strange", "out"], ["strange/tokenizer", "is not what the run has written"]),
         (nothing, "generate", ["run", "--prompt", ""], ["--prompt=''", "nothing to continue"]),
-        (nothing, "generate", ["run", *ASK, "--temperature", "-1"], ["--temperature: -1 must be a number from 0"]),
         (nothing, "generate", ["gpt2", *ASK], ["model='gpt2'", "models are not downloaded"]),
-        (nothing, "generate", ["cache", *ASK], ["must be the folder of a run or of a transformers model"]),
-        (model_with_code, "generate", ["code", *ASK], ["must be one of gpt2, llama, mixtral", "never run"]),
-        (model_of_symbols, "generate", ["symbols", "--prompt", "abcdef"], ["'d' (character 3)"]),
-        (model_without_tokenizer, "generate", ["mute", *ASK], ["holds no tokenizer"]),
         (nothing, "generate", ["exported", *ASK, "--step", "3"], ["step=3", "has no steps"]),
         (
             model_of_positions,
@@ -396,12 +355,8 @@ DATA = ["data=text", "data.path=other.txt", "data.cache_dir=cache"]
         (model_of_positions, "evaluate", ["table", *DATA, "train.seq_length=33"], ["has 32 positions"]),
         (model_of_symbols, "evaluate", ["symbols", *DATA], ["'A' (character 0)"]),
         (nothing, "evaluate", ["exported"], ["has no data of its own", "data=stdlib"]),
-        (nothing, "evaluate", ["run", "train.steps=3"], ["an evaluation of its own data does not read it"]),
-        (nothing, "evaluate", ["run", "train.seq_lenght=3"], ["did you mean train.seq_length=3"]),
         (nothing, "evaluate", ["run", "--max-tokens", "9"], ["evaluated as in training"]),
         (nothing, "generate", ["exported", "--prompt", "a", "train.steps=7"], ["generating text does not read it"]),
-        (nothing, "evaluate", ["run", "--data"], ["--data", "unknown option"]),
-        (nothing, "evaluate", ["run", *DATA, "train.eval_batches=2"], ["an evaluation does not read it"]),
     ],
 )
 def test_mistakes_are_refused_with_status_two_and_nothing_written(

@@ -21,8 +21,8 @@ from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.train.history import STEP_PARTS, read_events, read_metrics
 from megalite.train.metrics import SLOW, Meter, StepMetrics, stragglers
-from tests.train.runs import write_text
-from tests.train.test_run import _outcome, config_for, run_on
+from tests.train.runs import outcome, write_text
+from tests.train.test_run import config_for, run_on
 
 
 def test_a_line_of_metrics_has_its_names_in_order_and_leaves_out_what_is_not_of_the_run() -> None:
@@ -106,7 +106,7 @@ def _slow_third_rank(context: ParallelContext, config: Config) -> int | str:
 
     if context.rank == 2:
         GPT.forward = slowly  # type: ignore[method-assign]
-    return _outcome(context, config)
+    return outcome(context, config)
 
 
 def test_a_run_names_its_slow_rank(tmp_path: Path) -> None:

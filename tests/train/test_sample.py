@@ -18,8 +18,8 @@ from megalite.train import sample as sample_module
 from megalite.train.history import read_events
 from megalite.train.sample import prompts_of, sample
 from tests.pipeline.stages import stages_config, started
-from tests.train.runs import state_bytes
-from tests.train.test_run import STEPS, _outcome, config_for, losses, run_on, start
+from tests.train.runs import outcome, state_bytes
+from tests.train.test_run import STEPS, config_for, losses, run_on, start
 
 PROMPTS = [[3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4, 6, 2]]
 
@@ -102,7 +102,7 @@ def test_every_layout_writes_the_texts_of_one_process(text: Path, tmp_path: Path
         return replace(found, precision="fp64", model=model, parallel=replace(found.parallel, **parallel))
 
     assert start(config("alone")) == 0
-    assert run_on(layout, config("run", tp=layout.tp, pp=layout.pp), _outcome) == [0] * layout.world_size
+    assert run_on(layout, config("run", tp=layout.tp, pp=layout.pp), outcome) == [0] * layout.world_size
     assert sampled(tmp_path / "run") == sampled(tmp_path / "alone")
     assert len(sampled(tmp_path / "run")) == 2
 

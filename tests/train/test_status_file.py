@@ -73,17 +73,6 @@ def test_a_file_that_cannot_be_written_is_refused_before_training(text: Path, tm
     assert not (tmp_path / "new").exists()
 
 
-def test_a_file_of_somebody_else_that_comes_meanwhile_stays(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def put(*args: Any) -> None:
-        (tmp_path / "status").write_text("mine")
-
-    monkeypatch.setattr(run_module, "train", put)
-    start(config_with_status(text, tmp_path))
-    assert (tmp_path / "status").read_text() == "mine"
-
-
 def test_a_start_ends_saved_when_its_minutes_are_over(text: Path, tmp_path: Path) -> None:
     """However short they are, each start gets further."""
     config = config_with_status(text, tmp_path, max_minutes=1e-6)
