@@ -25,8 +25,7 @@ from megalite.moe.dispatch import ExpertRanks
 from megalite.moe.experts import ExpertMatrix, Experts
 from megalite.moe.layer import MoELayer
 from megalite.moe.router import Router
-from megalite.train.build import build_training, fill_with_start_values
-from megalite.train.device_settings import derive_device
+from megalite.train.build import build_training, derive_device, fill_with_start_values
 from tests.moe.loop import masks_of
 from tests.optim.allocations import allocations_of
 from tests.ranks import run_ranks
