@@ -33,7 +33,6 @@ from megalite.config.durable_files import write_atomically
 from megalite.config.own_files import FIGURES
 from megalite.config.schema import Config
 from megalite.context_parallel import exchange
-from megalite.kernels import grouped
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.host import set_variables
 from megalite.moe import balance, dispatch
@@ -63,22 +62,15 @@ PROCESSES = multiprocessing.get_context("spawn")
 
 @dataclass(frozen=True)
 class LayerTimes:
-    """Seconds of forward and backward of one layer: of all of it, of its experts (a loop of products), and of these by
-    torch's grouped_mm."""
+    """Seconds of forward and backward of one layer and, of these, of its experts."""
 
     layer: list[float] = field(default_factory=list)
     experts: list[float] = field(default_factory=list)
-    one_kernel: list[float] = field(default_factory=list)
 
     @property
     def around_experts(self) -> float:
         """Share of routing, and of bringing rows to experts and back; median over the rounds."""
         return statistics.median(1 - part / whole for whole, part in zip(self.layer, self.experts, strict=True))
-
-    @property
-    def by_loop(self) -> float:
-        """Time of the experts by grouped_mm, by that of the loop; median over the rounds."""
-        return statistics.median(a / b for a, b in zip(self.one_kernel, self.experts, strict=True))
 
 
 def measure_layer(config: Config, rounds: int) -> LayerTimes:
@@ -93,13 +85,10 @@ def measure_layer(config: Config, rounds: int) -> LayerTimes:
             hooks.callback(handle.remove)
         side.step()
     found = LayerTimes()
-    one_kernel: dict[str, Any] = {"_is_one_kernel": lambda *_: True, "_leaves_empty_groups": lambda *_: False}
     whole, experts = (forward_backward(module, inputs[module]) for module in (layer, layer.experts))
     for _ in range(rounds):
         found.layer.append(seconds_of(whole, TURN_STEPS, context.device))
         found.experts.append(seconds_of(experts, TURN_STEPS, context.device))
-        with mock.patch.multiple(grouped, **one_kernel):
-            found.one_kernel.append(seconds_of(experts, TURN_STEPS, context.device))
     return found
 
 
@@ -291,7 +280,6 @@ def run(names: Sequence[str], precisions: Sequence[str], *, rounds: int, batch: 
         print(f"\n{name} {precision}, one layer, one process of {torch.get_num_threads()} threads")
         print(f"forward and backward {1e3 * statistics.median(layer.layer):.1f} ms; {layer.around_experts:.1%} of it")
         print("is not the experts' own: routing, moving and summing rows")
-        print(f"experts by grouped_mm instead of a loop: {layer.by_loop:.2f} of the loop's time")
         comparison = compare(shape, precision, rounds, batch or shape.cpu_batch // RANKS)
         print(f"{name} {precision}, two ranks of one thread")
         print(table(comparison))

@@ -12,6 +12,7 @@ first: then the training's stream waits for the copies on the device.
 
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -55,6 +56,11 @@ class BackgroundSaves:
                 wait()
                 saved = write(copies, self._context)
             except BaseException as error:
+                cause: BaseException | None = error
+                while cause is not None:  # keep the lines of the trace, and let go of the copies that its frames hold
+                    traceback.clear_frames(cause.__traceback__)
+                    cause = cause.__cause__ or cause.__context__
+                copies.clear()
                 saving.set_exception(error)
             else:
                 copies.clear()  # before anybody can see that it is over

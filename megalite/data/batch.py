@@ -15,7 +15,7 @@ from megalite.layout.sequence import AttentionPlan, CpShard, causal_plan, docume
 
 @dataclass(frozen=True)
 class Batch:
-    """One microbatch of `b` sequences, of which a rank holds `n` of the `s` tokens: all but with context parallelism.
+    """One microbatch of `b` sequences, of which a rank has `n` of the `s` tokens (all, without context parallelism).
 
     `documents` numbers the document of each token within its sequence, for attention that stays inside documents; None
     means that a token attends to every earlier token of its sequence. Row i is sample `first_sample + i` of the run:

@@ -49,7 +49,7 @@ def read_batch(
     source: SampleSource, first: int, size: int, config: Config, problems: list[Problem] | None = None
 ) -> Batch:
     """The samples from `first` on, `size` of them, as one microbatch on the CPU. If they are refused, `problems` get
-    the reasons unless they hold some, and the microbatch has the same shape, and no label of it enters the loss."""
+    the reasons unless the list has some, and the microbatch has the same shape without a label in the loss."""
     indices, length = np.arange(first, first + size), source.seq_length
     mask, positions, documents = np.ones((size, length), dtype=bool), torch.arange(length)[None], None
     apart = not config.data.cross_document_attention
@@ -146,9 +146,8 @@ def validation_batches(
     device: torch.device,
     sequence: CpShard = WHOLE,
 ) -> Iterator[list[Batch]]:
-    """This rank's share of each validation batch, always the same. The last one is filled up with rows that do not
-    enter the loss, so that every rank has its share of the one shape, and no sample is left out for the batch's sake.
-    """
+    """This rank's share of each validation batch, always the same. The last batch is filled up with rows that do not
+    enter the loss, so that all ranks have batches of one shape and no sample is left out."""
     size, samples = config.train.global_batch_size, validation_samples(source, config)
     for first in range(0, samples, size):
         batches = local_batches(source, config, first, size, dp_rank=dp_rank, dp_size=dp_size)

@@ -28,7 +28,7 @@ from megalite.launch.host import allow_open_files
 
 RECORD = "token_files.json"  # in a run's folder: size and time of each large token file
 FORMAT = 1  # part of every fingerprint: a change of what preparation produces renews all caches
-# Bytes done, bytes in all (0: of a stream nobody knows), documents, tokens. The first call says what is there already.
+# Bytes done, all bytes (0 where a stream's are unknown), documents, tokens. The first call counts finished shards.
 Progress = Callable[[int, int, int, int], None]
 
 
@@ -89,11 +89,10 @@ def note_changed_files(files: Sequence[TokenFile], run_dir: Path, report: Callab
     The fingerprint holds 64 blocks of a large file. More of it is read by `prepare --verify` alone.
     """
     large = [with_suffix(file.prefix, ".bin") for file in files if file.tokens.nbytes > HASH_WHOLE]
-    now, before = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in large}, dict[str, Any]()
-    with suppress(UserError):  # there is none, or it is damaged
+    now = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in large}
+    with suppress(UserError):  # there is no record, or a damaged one
         before = read_object(run_dir / RECORD)
-    for path, state in now.items():
-        if before.get(path, state) != state:
+        for path in [path for path, state in now.items() if before.get(path, state) != state]:
             scan = f"python -m megalite prepare --verify data=tokens data.path={path.removesuffix('.bin')}"
             report(f"{path} has another time than at the last start; samples of it are the same ({scan} reads all)")
     if now:
@@ -136,7 +135,7 @@ def _tokenizer(config: Config, files: list[TokenFile], given: TextTokenizer | No
 
 def _vocab_size(config: Config, files: list[TokenFile], tokenizer: TextTokenizer | None) -> int:
     """The ids that may occur: model.vocab_size, which covers the tokenizer's, or the tokenizer's. UserError for files
-    that cannot hold them all, or hold others, as a look at parts of each shows."""
+    that are too narrow for them, or have other ids in the parts that are checked."""
     needed = tokenizer.vocab_size if tokenizer else max(file.facts.vocab_size or 0 for file in files)
     size = config.model.vocab_size or needed
     if not size:

@@ -301,14 +301,16 @@ def _effect(backend: Tokenizer) -> Any:
     """Everything on which the ids of a text depend, special tokens being text. Fields left empty and the places of
     tokens in the text are no part of it."""
 
-    def said(part: Any) -> Any:
+    def significant(part: Any) -> Any:
+        if isinstance(part, list) and part and isinstance(part[0], dict):
+            return [*map(significant, part)]
         if not isinstance(part, dict):
-            return [*map(said, part)] if isinstance(part, list) and part and isinstance(part[0], dict) else part
-        return {name: said(it) for name, it in part.items() if it not in (None, "") and name != "trim_offsets"}
+            return part
+        return {key: significant(it) for key, it in part.items() if it not in (None, "") and key != "trim_offsets"}
 
     spec, known = json.loads(backend.to_str()), backend.get_vocab(with_added_tokens=False)
     added = [token for token in spec["added_tokens"] if not token["special"] or token["content"] not in known]
-    return [said(spec[part]) for part in ("normalizer", "pre_tokenizer", "decoder", "model")], added
+    return [significant(spec[part]) for part in ("normalizer", "pre_tokenizer", "decoder", "model")], added
 
 
 def first_line(error: BaseException) -> str:

@@ -4,6 +4,7 @@
 on GPUs of compute capability 9 and 10 (H100, B200), for rows that start at multiples of 16 bytes and up to 1,023
 groups. For all else torch reads the ends on the host and makes a product per group (ATen/native/GroupedMMUtils.h, torch
 2.11 to 2.13). So do we, written to their places and with sums in the main gradient's dtype; CPUs compute that as fast.
+Weight gradients of that kernel would be rounded before they are added: our own (expert_rows.py) adds them in fp32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,6 @@ from torch import Tensor
 
 from megalite.kernels.products import add_transposed_product
 
-TILE_BYTES = 1 << 28  # of weight gradients that the kernel rounds before they are added
 MAX_GROUPS = 1023  # of the kernel
 
 
@@ -52,12 +52,10 @@ class RowGroups:
                 yield group, rows[start:end]
 
     def clear_rest(self, rows: Tensor) -> Tensor:
-        """`rows` [m, ...], in place 0 behind the last group. Nothing is written where the host knows of no such row."""
+        """`rows` [m, ...], in place 0 behind the last group where the host knows its end: else nobody reads them."""
         if self.on_host is not None:
             rows[self.ranges[-1][1] :] = 0.0
-            return rows
-        behind = torch.arange(len(rows), device=rows.device) >= self.ends[-1]
-        return rows.masked_fill_(behind.view(-1, *[1] * (rows.dim() - 1)), 0.0)
+        return rows
 
     def padded(self, rows: int, multiple: int) -> tuple["RowGroups", Tensor, Tensor]:
         """Groups whose sizes are multiples of `multiple`; the old row that each new row copies [M], and the place of
@@ -102,24 +100,19 @@ def grouped_product(rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor
 
 
 def add_grouped_transposed_products(total: Tensor, left: Tensor, right: Tensor, groups: RowGroups) -> None:
-    """total [g, v, h] += left^T right of each group, for left [m, v], right [m, h]; total may be of wider dtype.
-
-    The kernel for all groups rounds each sum over the rows to the rows' dtype before it is added.
-    """
+    """total [g, v, h] += left^T right of each group, for left [m, v], right [m, h]; total may be of wider dtype."""
     if not len(left):
         return
     if not _is_one_kernel(groups, left, right):
         for (group, of_left), (_, of_right) in zip(groups.parts(left), groups.parts(right), strict=True):
             add_transposed_product(total[group], of_left, of_right)
         return
-    empty = (groups.counts == 0).view(-1, 1, 1)
-    aligned = 16 // left.itemsize
-    width = max(1, TILE_BYTES // (len(total) * total.shape[2] * left.itemsize * aligned)) * aligned
-    for tile, columns in zip(total.split(width, 1), left.split(width, 1), strict=True):
-        product = F.grouped_mm(columns.t(), right, offs=groups.ends)
-        if _leaves_empty_groups(left.device):
-            product.masked_fill_(empty, 0.0)
-        tile += product
+    from megalite.kernels.expert_rows import add_transposed_products  # imports triton
+
+    wide = total if total.dtype == torch.float32 else torch.zeros_like(total, dtype=torch.float32)
+    add_transposed_products(wide, left, right, groups.ends)
+    if wide is not total:
+        total += wide
 
 
 def _is_one_kernel(groups: RowGroups, *factors: Tensor) -> bool:
@@ -131,9 +124,3 @@ def _is_one_kernel(groups: RowGroups, *factors: Tensor) -> bool:
 @cache
 def _has_kernel(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
-
-
-@cache
-def _leaves_empty_groups(device: torch.device) -> bool:
-    """Whether the kernel's sum over no row is what it finds (https://github.com/pytorch/pytorch/issues/172439)."""
-    return torch.cuda.get_device_capability(device)[0] == 10

@@ -115,7 +115,8 @@ def _variables(environ: Mapping[str, str]) -> Mapping[str, str]:
 
     The shells of sbatch and salloc are no tasks of a step.
     """
-    step, job, node = (int(environ.get(f"SLURM_{name}", "") or -1) for name in ("STEP_ID", "JOB_ID", "NODEID"))
+    texts = [environ.get(f"SLURM_{name}", "") for name in ("STEP_ID", "JOB_ID", "NODEID")]
+    step, job, node = (int(text) if text.isdigit() else -1 for text in texts)
     if environ.get("RANK") or not environ.get("SLURM_PROCID") or not 0 <= step < FIRST_RESERVED_STEP:
         return environ
     counts = [  # tasks of each node: `2(x3),1` -> [2, 2, 2, 1]

@@ -16,7 +16,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -82,7 +82,8 @@ def preflight(context: ParallelContext, folder: Path) -> dict[str, Measures]:
     say on which node it is.
     """
     here = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    places = _gather(context, "places", [here, context.device.type, gpu_id(context.device)])
+    roll = _Roll(context)
+    places = roll.call("places", [here, context.device.type, gpu_id(context.device)])
     if absent := [rank for rank in range(context.world_size) if rank not in places]:
         rule = f"no answer within {WAIT_S:.0f} s from rank {listed(absent)}"
         raise UserError(Problem("preflight", context.world_size, rule, "look at their logs and nodes"))
@@ -90,19 +91,16 @@ def preflight(context: ParallelContext, folder: Path) -> dict[str, Measures]:
     for rank, (name, *_) in places.items():
         nodes.setdefault(name, []).append(rank)
     own: dict[str, Any] = {}
-    try:
-        writes = nodes[here][0] == context.rank
-        _in_time(lambda: _measure(own, context.device, folder, writes=writes), HANG_S)
-    except (OSError, RuntimeError) as error:
-        own[ERROR] = _in_words(error)
+    writes = nodes[here][0] == context.rank
+    _in_time(lambda: _measure(own, context.device, folder, writes=writes), HANG_S, own, ERROR)
     sharers = [rank for rank, place in places.items() if place == places[context.rank] and place[2]]
     if len(sharers) > 1:
         own[ERROR] = f"ranks {listed(sharers)} share one GPU"
-    there = _gather(context, "measured", among=places)
+    roll.call("measured")
     if len({device for _, device, _ in places.values()}) == 1:  # else NCCL would wait for gloo
-        there = _measure_links(own, context, here, nodes, there)
+        _measure_links(own, roll, here, nodes)
     own[CLOCK] = time.time()
-    everyone = _gather(context, "measures", own, among=there)
+    everyone = roll.call("measures", own, to_first=True)
     silent = {ERROR: f"no answer within {WAIT_S:.0f} s"}
     found = {name: _of_node([everyone.get(rank, silent) for rank in ranks]) for name, ranks in nodes.items()}
     return {} if context.rank else found
@@ -160,20 +158,30 @@ def table(nodes: Mapping[str, Measures]) -> list[str]:
     return lines + [f"{node}: {fault}" for node, found in faults.items() for fault in found] + differences
 
 
-def _gather(context: ParallelContext, step: str, value: Any = None, *, among: Iterable[int] = ()) -> dict[int, Any]:
-    """The values of the ranks that come in time, by rank: those `among` (all) that rank 0 has seen."""
-    if context.store is None:
-        return {0: value}
-    store = PrefixStore(f"preflight/{step}", context.store)
-    store.set(str(context.rank), json.dumps(value))
-    if context.rank == 0:
-        keys = [str(rank) for rank in among or range(context.world_size)]
-        with suppress(RuntimeError):
-            store.wait(keys, timedelta(seconds=WAIT_S))
-        there = [key for key in keys if store.check([key])]
-        store.set("all", json.dumps([[int(key), json.loads(store.get(key))] for key in there]))
-    store.wait(["all"], timedelta(seconds=2 * WAIT_S))  # rank 0 may come late, and then wait for others
-    return dict(json.loads(store.get("all")))
+class _Roll:
+    """The ranks that still answer, as rank 0 sees them: a silent one is waited for once."""
+
+    def __init__(self, context: ParallelContext) -> None:
+        self.context, self.there = context, [*range(context.world_size)]
+
+    def call(self, step: str, value: Any = None, *, to_first: bool = False) -> dict[int, Any]:
+        """The values of the ranks that come in time, by rank. `to_first`: rank 0, which may end then, alone waits."""
+        if self.context.store is None:
+            return {0: value}
+        store = PrefixStore(f"preflight/{step}", self.context.store)
+        store.set(str(self.context.rank), json.dumps(value))
+        if self.context.rank == 0:
+            keys = [str(rank) for rank in self.there]
+            with suppress(RuntimeError):
+                store.wait(keys, timedelta(seconds=WAIT_S))
+            came = [key for key in keys if store.check([key])]
+            store.set("all", json.dumps([[int(key), json.loads(store.get(key))] for key in came]))
+        elif to_first:
+            return {}
+        store.wait(["all"], timedelta(seconds=2 * WAIT_S))  # rank 0 may come late, and then wait for others
+        values = dict(json.loads(store.get("all")))
+        self.there = [*values]
+        return values
 
 
 def _measure(own: dict[str, Any], device: torch.device, folder: Path, *, writes: bool) -> None:
@@ -212,31 +220,19 @@ def _write(folder: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _measure_links(
-    own: dict[str, Any],
-    context: ParallelContext,
-    here: str,
-    nodes: Mapping[str, Sequence[int]],
-    there: dict[int, Any],
-) -> dict[int, Any]:
-    """Measure an all-reduce among the ranks of this node, and with the nodes beside it, 0 where it fails; the ranks
-    that still answer."""
+def _measure_links(own: dict[str, Any], roll: _Roll, here: str, nodes: Mapping[str, Sequence[int]]) -> None:
+    """Measure an all-reduce among the ranks of this node, and with the nodes beside it, 0 where it fails."""
     names = [*nodes]
     ring = [*zip(names, names[1:] + names[:1], strict=True)][: len(names) if len(names) > 2 else len(names) - 1]
     even = len(ring) // 2 * 2  # no node measures two links at a time
     for number, links in enumerate([[(name, name) for name in names], ring[0:even:2], ring[1:even:2], ring[even:]]):
         for one, other in links:
             ranks = nodes[one] if one == other else [nodes[one][0], nodes[other][0]]
-            if context.rank not in ranks or len(ranks) == 1 or not there.keys() >= {*ranks}:
-                continue
-            figure, speed = INSIDE if one == other else ACROSS, 0.0
-            try:
-                speed = _in_time(partial(_all_reduce, context, (one, other), ranks), LINK_S)
-            except (OSError, RuntimeError) as error:
-                own[f"{LINK}{other if one == here else one}"] = _in_words(error)
-            own[figure] = max(own.get(figure, 0.0), speed)
-        there = _gather(context, f"links {number}", among=there)  # who is silent is waited for once
-    return there
+            if roll.context.rank in ranks and len(ranks) > 1 and {*ranks} <= {*roll.there}:
+                figure, name = (INSIDE if one == other else ACROSS), f"{LINK}{other if one == here else one}"
+                speed = _in_time(partial(_all_reduce, roll.context, (one, other), ranks), LINK_S, own, name) or 0.0
+                own[figure] = max(own.get(figure, 0.0), speed)
+        roll.call(f"links {number}")
 
 
 def _all_reduce(context: ParallelContext, ends: tuple[str, str], ranks: Sequence[int]) -> float:
@@ -259,8 +255,9 @@ def _all_reduce(context: ParallelContext, ends: tuple[str, str], ranks: Sequence
     return content.numel() / statistics.median(took[1:]) / 1e9
 
 
-def _in_time(action: Callable[[], Any], limit_s: float) -> Any:
-    """The action's result; TimeoutError after `limit_s`. What hangs (NCCL, a driver, a disk) stays in its thread."""
+def _in_time(action: Callable[[], Any], limit_s: float, own: dict[str, Any], name: str) -> Any:
+    """The action's result; None and an entry of `own` where it fails or takes longer than `limit_s`. What hangs (NCCL,
+    a driver, a disk) stays in its thread."""
     answer: Future[Any] = Future()
 
     def act() -> None:
@@ -270,11 +267,11 @@ def _in_time(action: Callable[[], Any], limit_s: float) -> Any:
             answer.set_exception(error)
 
     threading.Thread(target=act, daemon=True).start()
-    return answer.result(limit_s)
-
-
-def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error) or 'no answer in time').splitlines()[0]}"
+    try:
+        return answer.result(limit_s)
+    except (OSError, RuntimeError) as error:
+        own[name] = f"{type(error).__name__}: {(str(error) or 'no answer in time').splitlines()[0]}"
+        return None
 
 
 def _of_node(ranks: Sequence[Measures]) -> Measures:

@@ -140,7 +140,8 @@ def find_problems(infos: Sequence[RankInfo]) -> list[Problem]:
         if gpu is not None and len(ranks) > 1:
             rule = f"ranks {listed(ranks)} of {host} share one GPU"
             found.append(Problem("device", "cuda", rule, "at most one rank per GPU, or device=cpu"))
-    for host in {info.host for info in infos if info.gloo_on_loopback and len({each.host for each in infos}) > 1}:
+    several = len({info.host for info in infos}) > 1
+    for host in (info.host for info in infos if several and info.gloo_on_loopback):
         rule = f"the name of host {host} resolves to its loopback address, which other nodes cannot reach"
         hint = "GLOO_SOCKET_IFNAME=<network interface>, or correct /etc/hosts"
         found.append(Problem("GLOO_SOCKET_IFNAME", None, rule, hint))

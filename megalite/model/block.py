@@ -82,10 +82,13 @@ class Block(nn.Module):
         return x if key is None else hash_dropout(x, self.dropout, key)
 
     def compile_parts(self, options: dict[str, Any] | None) -> None:
-        """Compile what can be one graph: the block or, with experts, its attention. Where ranks share sequences, that
-        is what is before attention, what is behind it and, where they exchange heads, attention of whole sequences."""
+        """Compile what can be one graph: the block or, with experts, its attention and, on CUDA, what is between their
+        products. Where ranks share sequences, the graphs are what is before attention, what is behind it and, where
+        they exchange heads, attention of whole sequences."""
         compiled = partial(torch.compile, fullgraph=True, dynamic=False, options=options)
         attention = self.attention
+        if self.moe is not None:
+            self.moe.experts.compiled = attention.device.type == "cuda"
         if attention.context is None:
             part = "forward" if self.moe is None else "attend"
             setattr(self, part, compiled(getattr(self, part)))

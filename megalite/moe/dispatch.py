@@ -86,10 +86,12 @@ def _filled_up(x: Tensor, rows: Rows, weights: Tensor, groups: RowGroups) -> tup
 
 
 def _on_one_rank(x: Tensor, choice: Choice, experts: int, compute: Compute) -> Tensor:
-    """Rows of no expert stay at the end, of which `compute` makes zeros: nobody needs to know how many they are."""
+    """Rows of no expert stay at the end, zeros or left out of sums: nobody needs to know how many they are."""
     order, counts = _by_expert(choice, experts)
-    rows = Rows.of_choices(order, *choice.experts.shape, complete=True)
-    rows, weights, groups = _filled_up(x, rows, choice.weights.flatten()[order], RowGroups.of(counts))
+    groups = RowGroups.of(counts)
+    used = groups.ends[-1:] if groups.on_host is None else None
+    rows = Rows.of_choices(order, *choice.experts.shape, complete=True, used=used)
+    rows, weights, groups = _filled_up(x, rows, choice.weights.flatten()[order], groups)
     return rows.sum(compute(rows.take(x), weights, groups))
 
 

@@ -5,8 +5,8 @@ weight's gradient. Backward computes the activation again from the first product
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from functools import cache, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -52,16 +52,17 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.inner, (*gates, width) = inner
-        self.activation, self.deferred, self.recompute = activation, deferred, recompute
+        self.activation, self.deferred, self.recompute, self.compiled = activation, deferred, recompute, False
         local, matrix = config.num_experts // ranks.ep, partial(ExpertMatrix, dtype=dtype, device=device)
         self.add_module(self.inner, matrix(local, *gates, width // ranks.etp, hidden_size))
         self.down = matrix(local, hidden_size, width // ranks.etp)
 
     def forward(self, rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
         """weights [m] * down(activation(inner rows)) of each row's expert: rows [m, h] -> [m, h], where etp ranks share
-        experts a term of the sum. Rows of no expert give 0 and have no gradient."""
+        experts a term of the sum. Rows of no expert give 0 and have no gradient, or nobody reads what they give."""
         inner = getattr(self, self.inner)
-        options = self.activation, (inner.main_grad, self.down.main_grad), self.deferred, self.recompute
+        passes = _compiled_passes(self.activation) if self.compiled else _passes(self.activation)
+        options = passes, (inner.main_grad, self.down.main_grad), self.deferred, self.recompute
         return _ExpertMLP.apply(  # type: ignore[no-any-return]
             rows, weights, inner.weight, self.down.weight, groups, *options
         )
@@ -76,15 +77,15 @@ class _ExpertMLP(torch.autograd.Function):
         inner: Tensor,
         down: Tensor,
         groups: RowGroups,
-        activation: Activation,
+        passes: "Passes",
         main_grads: tuple[Tensor | None, Tensor | None],
         deferred: DeferredWork | None,
         recompute: bool,
     ) -> Tensor:
         before = _first_product(rows, inner, groups)
         ctx.save_for_backward(rows, weights, inner, down, *([] if recompute else [before]))
-        ctx.groups, ctx.activation, ctx.main_grads, ctx.deferred = groups, activation, main_grads, deferred
-        scaled = activation(before) * weights.to(rows.dtype).unsqueeze(1)
+        ctx.groups, ctx.passes, ctx.main_grads, ctx.deferred = groups, passes, main_grads, deferred
+        scaled = passes.forward(before, weights)
         return groups.clear_rest(grouped_product(scaled, down.transpose(1, 2), groups))
 
     @staticmethod
@@ -93,20 +94,13 @@ class _ExpertMLP(torch.autograd.Function):
         rows, weights, inner, down, *kept = ctx.saved_tensors
         groups: RowGroups = ctx.groups
         (grad,) = grads
-        scale = weights.to(rows.dtype).unsqueeze(1)
         before = kept[0] if kept else _first_product(rows, inner, groups)
-        with torch.enable_grad():
-            before = before.detach().requires_grad_()
-            activated = ctx.activation(before)
         scaled_grad = grouped_product(grad, down, groups)  # [m, width]
-        # The router's: in its precision.
-        in_full = scaled_grad.to(weights.dtype, copy=True).mul_(activated.detach())
-        weights_grad = groups.clear_rest(in_full.sum(1))
-        del in_full  # it is the largest of all
-        (before_grad,) = torch.autograd.grad(activated, before, scaled_grad.mul_(scale))
-        del scaled_grad
+        used = groups.ends[-1] if groups.on_host is None else None
+        before_grad, weights_grad, scaled = ctx.passes.backward(before, weights, scaled_grad, used)
+        del before, scaled_grad
+        weights_grad = groups.clear_rest(weights_grad)
         rows_grad = groups.clear_rest(grouped_product(before_grad, inner.flatten(1, -2), groups))
-        scaled = activated.detach() * scale
         factors = ((before_grad, rows.detach()), (grad, scaled))
         weight_grads: list[Tensor | None] = []
         for weight, main_grad, (left, right) in zip((inner, down), ctx.main_grads, factors, strict=True):
@@ -119,6 +113,54 @@ class _ExpertMLP(torch.autograd.Function):
                 work()
             weight_grads.append(total if main_grad is None else None)
         return rows_grad, weights_grad, *weight_grads, None, None, None, None, None
+
+
+class Passes(NamedTuple):
+    """The element-wise work of experts: `forward` between their products, `backward` between those of gradients."""
+
+    forward: Callable[[Tensor, Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
+
+
+@cache
+def _passes(activation: Activation) -> Passes:
+    return Passes(partial(_scaled, activation), partial(_scaled_backward, activation))
+
+
+@cache
+def _compiled_passes(activation: Activation) -> Passes:
+    """On CUDA one kernel each. A number of rows that differs from step to step is compiled twice."""
+    forward, backward = _passes(activation)
+    return Passes(torch.compile(forward, fullgraph=True), torch.compile(backward, fullgraph=True))
+
+
+def _scaled(activation: Activation, before: Tensor, weights: Tensor) -> Tensor:
+    """activation(before) [m, width] times the weight of each row [m]."""
+    return activation(before) * weights.to(before.dtype).unsqueeze(1)
+
+
+def _scaled_backward(
+    activation: Activation, before: Tensor, weights: Tensor, scaled_grad: Tensor, used: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of `before` and, in the router's precision, of `weights`, and what `_scaled` made; `scaled_grad`, the
+    gradient of that, is written over. Rows from `used` (0-d) on may hold anything: their weights have gradient 0."""
+    scale = weights.to(before.dtype).unsqueeze(1)
+    activated, pull = _differentiated(activation, before)
+    weights_grad = scaled_grad.to(weights.dtype, copy=True).mul_(activated).sum(1)
+    if used is not None:
+        weights_grad = torch.where(torch.arange(len(weights), device=weights.device) < used, weights_grad, 0.0)
+    (before_grad,) = pull(scaled_grad.mul_(scale))
+    return before_grad, weights_grad, activated * scale
+
+
+def _differentiated(activation: Activation, x: Tensor) -> Any:
+    """activation(x), and the function from the gradient of that to (gradient of x,)."""
+    if torch.compiler.is_compiling():
+        return torch.func.vjp(activation, x)
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        y = activation(x)
+    return y.detach(), partial(torch.autograd.grad, y, x)
 
 
 def _first_product(rows: Tensor, inner: Tensor, groups: RowGroups) -> Tensor:

@@ -1,7 +1,8 @@
 """Copies tokens into rows, one for each expert that computes with them, and sums rows back into tokens.
 
 Either is the other's gradient. Both are one kernel and reads in the order in which they write, so that no two rows meet
-in one place, and every sum has one order, is made in fp32 (fp64 in fp64) and rounded once.
+in one place, and every sum has one order, is made in fp32 (fp64 in fp64) and rounded once. Where the host does not know
+how many rows experts compute, sums leave out what is behind them.
 """
 
 from typing import Any, NamedTuple
@@ -17,16 +18,17 @@ class Rows(NamedTuple):
     token_of_row: Tensor  # [m], int64
     by_token: Tensor  # [m], int64: the rows of the first token, of the second, and so on
     starts: Tensor | None  # [t], int64: where those of each token start in `by_token`; None: each has one
+    used: Tensor | None = None  # [1]: so many rows are summed, those behind them are undefined; None: all
 
     @classmethod
-    def of_choices(cls, choices: Tensor, tokens: int, k: int, *, complete: bool) -> "Rows":
+    def of_choices(cls, choices: Tensor, tokens: int, k: int, *, complete: bool, used: Tensor | None = None) -> "Rows":
         """A row for each of `choices` [m], which are numbers of the k choices of each token in a row; `complete`: each
         of them once."""
-        token_of_row = choices // k
+        token_of_row, device = choices // k, choices.device
         if complete:
-            return cls(token_of_row, inverse(choices), torch.arange(0, len(choices), k, device=choices.device))
+            return cls(token_of_row, inverse(choices), torch.arange(0, len(choices), k, device=device), used)
         in_order, by_token = token_of_row.sort(stable=True)
-        return cls(token_of_row, by_token, torch.searchsorted(in_order, torch.arange(tokens, device=choices.device)))
+        return cls(token_of_row, by_token, torch.searchsorted(in_order, torch.arange(tokens, device=device)), used)
 
     @classmethod
     def reordered(cls, order: Tensor) -> "Rows":
@@ -35,7 +37,7 @@ class Rows(NamedTuple):
 
     def padded(self, source: Tensor, place: Tensor) -> "Rows":
         """With more rows: row i is a copy of today's row `source[i]`; sums take today's rows, which are at `place`."""
-        return Rows(self.token_of_row[source], place[self.by_token], self.starts)
+        return self._replace(token_of_row=self.token_of_row[source], by_token=place[self.by_token])
 
     def take(self, x: Tensor) -> Tensor:
         """x [t, h] -> [m, h], the token of each row."""
@@ -53,23 +55,30 @@ def inverse(order: Tensor) -> Tensor:
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token_of_row: Tensor, by_token: Tensor, starts: Tensor | None) -> Tensor:
-        ctx.save_for_backward(token_of_row, by_token, starts)
+    def forward(ctx: Any, x: Tensor, *rows: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*rows)
+        token_of_row = Rows(*rows).token_of_row  # type: ignore[arg-type]
         return x.index_select(0, token_of_row)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Sum.apply(grads[0], *ctx.saved_tensors), None, None, None
+        return _Sum.apply(grads[0], *ctx.saved_tensors), None, None, None, None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, token_of_row: Tensor, by_token: Tensor, starts: Tensor | None) -> Tensor:
-        ctx.save_for_backward(token_of_row, by_token, starts)
+    def forward(ctx: Any, rows: Tensor, *all_rows: Tensor | None) -> Tensor:
+        ctx.save_for_backward(*all_rows)
+        _, by_token, starts, used = all_rows
+        assert by_token is not None
         if starts is None:
             return rows.index_select(0, by_token)
+        if used is not None:
+            from megalite.kernels.expert_rows import sum_rows  # imports triton
+
+            return sum_rows(rows, by_token, starts, used)
         return F.embedding_bag(by_token, rows.detach(), starts, mode="sum")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Take.apply(grads[0], *ctx.saved_tensors), None, None, None
+        return _Take.apply(grads[0], *ctx.saved_tensors), None, None, None, None

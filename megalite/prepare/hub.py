@@ -30,8 +30,8 @@ def reachable() -> bool:
     """Whether the hub answers within PATIENCE seconds, name resolution included; asked once."""
     if any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in OFFLINE):
         return False
-    thread = threading.Thread(target=lambda: answers.append(_answers()), daemon=True)  # a resolver may hang
     answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(_answers()), daemon=True)  # a resolver may hang
     thread.start()
     thread.join(PATIENCE)
     return answers == [True]
@@ -40,8 +40,8 @@ def reachable() -> bool:
 def _answers() -> bool:
     import huggingface_hub  # knows the user's proxies and certificates
 
-    endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     with suppress(Exception):  # of several libraries
+        endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
         return bool(huggingface_hub.get_session().head(endpoint, timeout=PATIENCE).status_code < 500)
     return False
 

@@ -329,5 +329,5 @@ def is_small(config: Config, context: ParallelContext) -> bool:
     train = config.train
     peak = peak_flops(torch.cuda.get_device_name(context.device), str(context.dtype).removeprefix("torch."))
     flops = train.micro_batch_size * train.seq_length * flops_per_token(config.model, train.seq_length, causal=True)
-    # Twice the host's time: a device that is just ahead waits at times.
-    return peak is not None and flops / (USUAL_MFU * peak) < 2 * HOST_S * config.model.num_layers
+    # Four times the host's time: at three times it a graph saved 1.2 % on an H100, and 1.4 % on an H200.
+    return peak is not None and flops / (USUAL_MFU * peak) < 4 * HOST_S * config.model.num_layers

@@ -29,13 +29,14 @@ def test_the_stall_is_the_copy_and_not_the_write(tmp_path: Path) -> None:
     assert synchronous.stall_s == synchronous.seconds
 
 
-def test_the_copies_go_with_the_write(tmp_path: Path) -> None:
+@pytest.mark.parametrize("why", [None, "another job has taken over"])
+def test_the_copies_go_with_the_write(tmp_path: Path, why: str | None) -> None:
     """Though the outcome is kept until somebody asks for it, and garbage in cycles is not collected meanwhile."""
     copies: list[weakref.ref[torch.Tensor]] = []
 
     def write(pieces: Sequence[Piece], context: ParallelContext) -> Saved:
         copies.extend(weakref.ref(piece.tensor) for piece in pieces)
-        return save(tmp_path, 1, pieces, {}, context, keep=1)
+        return save(tmp_path, 1, pieces, {}, context, keep=1, lost=lambda: why)
 
     gc.disable()
     try:
@@ -44,6 +45,7 @@ def test_the_copies_go_with_the_write(tmp_path: Path) -> None:
             time.sleep(0.01)
         assert len(copies) == len(values(1))
         assert [copy for copy in copies if copy() is not None] == []
+        assert (pending.exception() is None) is (why is None)
     finally:
         gc.enable()
 

@@ -126,13 +126,6 @@ def test_the_second_start_in_a_row_that_gains_no_step_is_the_last(
         assert "    --time=13 leaves room for both\n    so does --signal=B:USR1@437," in said
 
 
-def test_a_job_that_was_killed_twice_without_a_step_does_not_begin_a_third_time(folder: Path) -> None:
-    (folder / "logs").mkdir()
-    (folder / "logs" / "7.starts").write_text("\n\n")
-    assert run(folder, RUN_STATE="finished") == (1, "")
-    assert not (folder / "arguments").exists()
-
-
 def test_the_log_tells_the_line_that_submits_the_job_again(folder: Path) -> None:
     (folder / "points").write_text("seed=1\nseed=2\n")
     wanted = {"POINTS": "points", "SRUN_OPTIONS": "--mpi none", "SLURM_JOB_NUM_NODES": "2", "SLURM_GPUS_PER_NODE": "8"}
@@ -144,12 +137,16 @@ def test_the_log_tells_the_line_that_submits_the_job_again(folder: Path) -> None
     assert line[3:] == ["sbatch", *options, "my job.sh", *words]
 
 
-def test_a_finished_run_is_a_success_whatever_torchrun_returns(folder: Path) -> None:
+def test_a_finished_run_is_a_success_whatever_torchrun_returns_and_a_third_vain_start_none(folder: Path) -> None:
     (folder / "logs").mkdir()
     (folder / "logs" / "7.status").write_text('{"state": "stopped", "step": 3}\n')  # by the start before
     assert run(folder, RUN_STATE="finished") == (0, "")
     (folder / "arguments").unlink()
     assert run(folder, RUN_STATE="") == (1, "")
+    (folder / "arguments").unlink()
+    (folder / "logs" / "7.starts").write_text("\n\n")  # killed twice without a step
+    assert run(folder, RUN_STATE="finished") == (1, "")
+    assert not (folder / "arguments").exists()
 
 
 def test_arguments_of_the_job_and_of_the_line_of_an_array_s_task(folder: Path) -> None:

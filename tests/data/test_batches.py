@@ -75,20 +75,6 @@ def test_resuming_at_a_step_continues_the_stream(data: OpenedData, config: Confi
     assert content(stream(data, config, 3, start=start)) == content(whole[4 * start :])
 
 
-@pytest.mark.parametrize("start", [0, 2, 9])
-@pytest.mark.parametrize("size", [1, 2])
-def test_growing_batches_hold_the_samples_of_one_order(data: OpenedData, config: Config, size: int, start: int) -> None:
-    whole = stream(data, config, 20)
-    config.train.batch_ramp = [4, 4, 40]
-    before = batch_ramp(config.train).samples_after(start)
-    shared = [stream(data, config, 12 - start, rank=rank, size=size, start=start) for rank in range(size)]
-    together = sorted((batch for batches in shared for batch in batches), key=lambda batch: batch.first_sample)
-    assert [batch.first_sample for batch in together] == list(
-        range(before, 40 + 2 * 8, 2)
-    )  # ten batches of 4, two of 8
-    assert content(together) == {first: rows for first, rows in content(whole).items() if before <= first < 56}
-
-
 def test_what_is_passed_over_is_not_even_read(data: OpenedData, config: Config) -> None:
     """A bad shard does not end a run that knows of it."""
     whole = stream(data, config, 5)
@@ -129,17 +115,6 @@ def test_end_of_document_labels_leave_the_loss_if_asked(tmp_path: Path, config: 
         assert torch.equal(batch.loss_mask, batch.labels != 256)
         assert not batch.loss_mask.all()
     assert step.local_tokens == sum(int(batch.loss_mask.sum()) for batch in step.microbatches) == 8 * 16 * 7 // 8
-
-
-def test_documents_reach_the_batch_if_attention_stays_inside_them(tmp_path: Path, config: Config) -> None:
-    (tmp_path / "a.jsonl").write_text('{"text": "abcdefg"}\n' * 300)
-    config.data.path = str(tmp_path / "a.jsonl")
-    config.data.cross_document_attention = False
-    (first, *_) = stream(open_data(config, prepare(config)), config, 1)
-    assert first.documents is not None
-    assert first.documents.dtype == torch.int32
-    assert first.documents.tolist() == [[0] * 8 + [1] * 8] * 2
-    assert first.positions.tolist() == [[*range(8), *range(8)]] * 2
 
 
 def test_validation_is_the_front_of_the_held_out_tokens_every_time(config: Config, write_tokens: WriteTokens) -> None:

@@ -42,13 +42,6 @@ def test_an_epoch_has_every_window_once_overlapping_by_one_token(write_tokens: W
     assert rows[:, 0].tolist() != sorted(rows[:, 0].tolist())
 
 
-def test_the_seed_decides_the_order_and_none_keeps_it(write_tokens: WriteTokens) -> None:
-    file = counting(write_tokens, "a", 0, 401)
-    orders = [source(file, seed=seed).read(np.arange(100))[0][:, 0].tolist() for seed in (1, 1, 2, None)]
-    assert orders[0] == orders[1] != orders[2]
-    assert orders[3] == list(range(0, 400, 4))
-
-
 def test_a_sample_does_not_depend_on_what_is_read_with_it(write_tokens: WriteTokens) -> None:
     data = source(counting(write_tokens, "a", 0, 200), counting(write_tokens, "b", 500, 900), weights=(1, 3))
     whole = data.read(np.arange(500))[0]
@@ -162,14 +155,6 @@ def test_shares_hold_at_every_moment_not_only_in_the_end(given: list[float]) -> 
         assert np.abs(counts - shares * samples).max() <= 2
 
 
-def test_any_slice_equals_the_same_slice_of_the_whole() -> None:
-    blend = Blend(integer_weights([0.7, 0.2, 0.1]))
-    parts, numbers = blend.locate(np.arange(5000))
-    slice_parts, slice_numbers = blend.locate(np.arange(1000, 2100))
-    assert np.array_equal(slice_parts, parts[1000:2100])
-    assert np.array_equal(slice_numbers, numbers[1000:2100])
-
-
 @given(size=st.integers(1, 5000), seed=st.integers(0, 2**63 - 1), epoch=st.integers(0, 1000))
 @settings(max_examples=150, deadline=None)
 def test_every_index_appears_exactly_once(size: int, seed: int, epoch: int) -> None:
@@ -186,12 +171,6 @@ def test_huge_sizes_stay_in_range_and_never_collide(size: int, indices: list[int
     assert len(set(shuffled.tolist())) == len(indices)
     assert shuffled.min() >= 0
     assert shuffled.max() < size
-
-
-def test_one_element_equals_the_whole_order() -> None:
-    keys = round_keys(7, 0, 3)
-    whole = permute(np.arange(1000), 1000, keys)
-    assert permute(np.array([123]), 1000, keys)[0] == whole[123]
 
 
 def test_epochs_parts_and_seeds_have_orders_of_their_own() -> None:

@@ -52,25 +52,6 @@ def test_each_group_sums_the_ranks_that_the_arithmetic_predicts(name: str) -> No
         assert sums == {name: total for name, total in expected.items() if len(specs[name].ranks) > 1}
 
 
-def _wait_alone(context: ParallelContext) -> tuple[str, float]:
-    context.barrier()
-    context.set_timeout(1)
-    begin = time.monotonic()
-    if context.rank == 0:
-        try:
-            dist.all_reduce(torch.ones(1), group=context.group("dp-cp"))
-        except RuntimeError as error:
-            return str(error), time.monotonic() - begin
-    time.sleep(2.5)
-    return "", 0.0
-
-
-def test_after_the_start_a_late_member_is_an_error_sooner() -> None:
-    (error, seconds), _ = run_ranks(_wait_alone, 2)
-    assert "imed out" in error
-    assert seconds < 2.5
-
-
 @pytest.fixture
 def fake_world() -> Iterator[Any]:
     """`make(layout, rank, needs)`: the context of any rank of any layout, without other processes."""

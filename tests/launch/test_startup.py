@@ -118,20 +118,29 @@ def test_ranks_that_meet_at_the_loopback_listen_nowhere_else(address: str) -> No
     assert [place for place in first | second if not loopback.fullmatch(place)] == []
 
 
-def _one_is_late_for_a_collective(context: ParallelContext, port: int, late_s: float) -> str:
-    """What an all-reduce says whose time is up after 1 s of start-up and 2 s of the watchdog's report."""
+def _rank_1_is_late(context: ParallelContext, port: int, late_s: float, set_s: float | None) -> str:
+    """What an all-reduce says whose time is up after `set_s`, or 1 s of start-up and 2 s of the watchdog's report."""
     context.close()
     watchdog.REPORT_S = 1.0
-    started = open_context(cpu_config(timeout_s=1), environment(context.rank, 2, port))
+    started, error = open_context(cpu_config(timeout_s=1), environment(context.rank, 2, port)), ""
+    if set_s is not None:
+        started.set_timeout(set_s)
     started.barrier()
     time.sleep(late_s if context.rank else 0.0)
-    error = ""
     try:
         dist.all_reduce(torch.ones(1), group=started.group("dp-cp"))
     except RuntimeError as caught:
         error = str(caught)
     started.close()
     return error
+
+
+@pytest.mark.parametrize(("late_s", "set_s", "fails"), [(1.5, None, False), (5.0, None, True), (2.5, 1.0, True)])
+def test_the_start_up_time_bounds_collectives_until_another_time_is_set(
+    late_s: float, set_s: float | None, fails: bool
+) -> None:
+    """The watchdog, whose time it is, has the first word."""
+    assert ("imed out" in run_ranks(_rank_1_is_late, 2, free_port(), late_s, set_s)[0]) == fails
 
 
 def test_the_groups_follow_the_settings() -> None:
@@ -150,12 +159,6 @@ def test_types_are_judged_by_the_precision_that_the_device_chooses(monkeypatch: 
         monkeypatch.setattr(torch.cpu, f"_is_{instructions}_supported", lambda: False)
     with pytest.raises(UserError, match=r"optimizer\.gradient_dtype='bf16'.*precision=auto, which is fp32 here"):
         open_context(asked, ProcessEnvironment())
-
-
-def test_the_start_up_time_bounds_collectives_until_another_time_is_set() -> None:
-    """The watchdog, whose patience it is, has the first word."""
-    assert run_ranks(_one_is_late_for_a_collective, 2, free_port(), 1.5) == ["", ""]
-    assert "imed out" in run_ranks(_one_is_late_for_a_collective, 2, free_port(), 5.0)[0]
 
 
 def _attempt(store: Store, ranks: Sequence[int], size: int = 2, timeout_s: float = 20) -> list[list[Problem]]:

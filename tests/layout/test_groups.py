@@ -51,13 +51,9 @@ def test_optimizer_instances_are_slices_of_the_replicas() -> None:
     assert ranks(layout, 4, "dp-cp-shard", needs) == (4, 6)
     assert ranks(layout, 0, "dp-cp-replicate", needs) == (0, 4)
     assert ranks(layout, 0, "dp-cp-shard") == ranks(layout, 0, "dp-cp-replicate") == ()
-
-
-def test_instances_of_experts_are_slices_of_their_replicas() -> None:
-    layout, needs = ParallelLayout(tp=2, dp=8, etp=1, ep=4), GroupNeeds(optimizer_instances=2)
-    assert ranks(layout, 1, "edp") == (1, 5, 9, 13)
-    assert ranks(layout, 1, "edp-shard", needs) == (1, 5)
-    assert ranks(layout, 1, "edp-replicate", needs) == (1, 9)
+    experts = ParallelLayout(tp=2, dp=8, etp=1, ep=4)
+    names = ("edp", "edp-shard", "edp-replicate")
+    assert [ranks(experts, 1, name, needs) for name in names] == [(1, 5, 9, 13), (1, 5), (1, 9)]
 
 
 def test_the_two_directions_of_a_pipeline_and_writing_behind_training_are_traffic_of_their_own() -> None:

@@ -111,23 +111,6 @@ def test_document_tiles_hold_every_score_once_and_need_no_key_that_is_not_fetche
             assert plan.fetched[source] == plans[source].sent[own]
 
 
-@given(packed(), st.sampled_from([3, 256]))
-def test_documents_take_the_cut_whose_busiest_block_computes_less(
-    drawn: tuple[int, npt.NDArray[np.int32]], rows: int
-) -> None:
-    ring, documents = drawn
-    starts = starts_of(documents)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sequence, "QUERIES", rows)
-        plans = [document_plan(CpShard(block, ring), starts) for block in range(ring)]
-        busiest = {}
-        for cut in CUTS:
-            tiles = sequence._all_tiles(ring, starts, cut)
-            busiest[cut] = max(sum(tile.scores for each in of_block for tile in each) for of_block in tiles)
-    assert max(plan.scores for plan in plans) == min(busiest.values())
-    assert {plan.cut for plan in plans} == {"zigzag" if busiest["zigzag"] <= busiest["stripes"] else "stripes"}
-
-
 def test_work_and_traffic_fall_with_the_documents() -> None:
     share = CpShard(0, 2)
     short = document_plan(share, starts_of(np.arange(8192, dtype=np.int32)[None] // 256))

@@ -71,7 +71,11 @@ class Row:
 
     def __str__(self) -> str:
         sizes = [f"dp={self.dp}"] * (self.dp > 1) + [f"{name}={value}" for name, value in self.parallel.items()]
-        settings = [f"{name}={value}" for values in self.settings.values() for name, value in values.items()]
+        usual = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24, "aux_loss_coeff": 0.1, "z_loss_coeff": 0.01}
+        values = {name: value for values in self.settings.values() for name, value in values.items()}
+        if "moe" in values:  # without what is the same in all
+            values["moe"] = {name: value for name, value in values["moe"].items() if usual.get(name) != value}
+        settings = [f"{name}={value}" for name, value in values.items()]
         return " ".join([self.family, *sizes, *settings])
 
 
@@ -79,12 +83,20 @@ def row(family: str, *settings: Overrides, dp: int = 1, **parallel: Any) -> Row:
     return Row(family, merged(*settings), dp, parallel)
 
 
-def with_long(rows: Sequence[Any], long: Sequence[Any]) -> list[Any]:
-    """Rows, or mutants with their rows, for `parametrize`; `long` ones are of a full run."""
-    return [
-        *rows,
-        *(pytest.param(*(each if isinstance(each, tuple) else (each,)), marks=pytest.mark.long) for each in long),
-    ]
+def rows_of(usual: Sequence[Row], long: Sequence[Row]) -> pytest.MarkDecorator:
+    """Parametrise by `row`; those of `long` are of a full run."""
+    marked = [pytest.param(row, marks=pytest.mark.long) for row in long]
+    return pytest.mark.parametrize("row", [*usual, *marked], ids=_named)
+
+
+def mutants_of(usual: Sequence[tuple[Mutant, Row]], long: Sequence[tuple[Mutant, Row]] = ()) -> pytest.MarkDecorator:
+    """Parametrise by `mutant` and `row`."""
+    marked = [pytest.param(*pair, marks=pytest.mark.long) for pair in long]
+    return pytest.mark.parametrize(("mutant", "row"), [*usual, *marked], ids=_named)
+
+
+def _named(part: Any) -> str:
+    return getattr(part, "__name__", None) or str(part)
 
 
 def assert_equal(workplace: Workplace, row: Row) -> None:

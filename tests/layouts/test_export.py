@@ -82,15 +82,6 @@ def test_the_export_of_any_layout_is_that_of_one_process(
     assert "model.safetensors" in found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS[:2], ids=str)
-def test_a_run_of_no_steps_exports_the_start_values_of_one_process(
-    workplace: Workplace, tmp_path: Path, layout: Row
-) -> None:
-    for name, saver in (("single", row("gpt2", FOUR)), ("ranks", replace(layout, family="gpt2"))):
-        save(tmp_path / name, workplace, saver, steps=0)
-    assert exported(tmp_path / "ranks") == exported(tmp_path / "single")
-
-
 @pytest.mark.parametrize(("family", "layout"), of_families([*LAYOUTS, THREE_AXES]), ids=str)
 def test_every_layout_imports_what_one_process_does(
     workplace: Workplace, singles: Singles, family: str, layout: Row

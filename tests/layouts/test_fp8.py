@@ -6,11 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.kernels.fp8 import fp8_linear
 from megalite.launch.context import ParallelContext
 from megalite.optim.gradients import gradient_norm
 from megalite.tensor_parallel import linear as module
-from tests.layouts.matrix import FOUR, FULL, SELECTIVE, Row, Workplace, row, train_row
+from tests.layouts.matrix import FOUR, FULL, SELECTIVE, Row, Workplace, assert_equal, row, rows_of, train_row
 from tests.layouts.training import Trace, assembled, assert_same_training, merged, train
 from tests.model.small import gpt, loss_and_gradients, perturbed, random_batch, small
 
@@ -31,23 +30,17 @@ def rows(recipe: str) -> list[Row]:
     ]
 
 
-@pytest.mark.parametrize("row", rows("rowwise"), ids=str)
+LONG_ROWS = [
+    row("llama", FOUR, {"train": {"fp8": "rowwise", "compile": True}}),
+    row("llama", merged(FOUR, EXPERTS), fp8("rowwise"), dp=2, ep=2),
+    row("llama", FOUR, fp8("rowwise"), cp=2),
+]
+
+
+@rows_of(rows("rowwise"), LONG_ROWS)
 def test_replicas_and_stages_train_like_one_process(workplace: Workplace, row: Row) -> None:
-    assert_same_training(train_row(workplace, row), row.reference(workplace))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "row",
-    [
-        row("llama", FOUR, {"train": {"fp8": "rowwise", "compile": True}}),
-        row("llama", merged(FOUR, EXPERTS), fp8("rowwise"), dp=2, ep=2),
-        row("llama", FOUR, fp8("rowwise"), cp=2),
-    ],
-    ids=str,
-)
-def test_so_do_compiled_blocks_and_ranks_with_experts_or_parts_of_a_sequence(workplace: Workplace, row: Row) -> None:
-    assert_same_training(train_row(workplace, row), row.reference(workplace))
+    """And compiled blocks, and ranks with experts or parts of a sequence."""
+    assert_equal(workplace, row)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -78,15 +71,6 @@ def replicated(traces: list[Trace]) -> None:
     assert any("norm" in name for name in whole)
     for other in others:
         assert all(torch.equal(first[name], other[name]) for name in whole)
-
-
-def test_the_outputs_of_a_column_parallel_layer_are_the_same_bits() -> None:
-    """Rowwise, as each output has its own scale."""
-    generator = torch.Generator().manual_seed(3)
-    x, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((7, 32), (64, 32)))
-    whole = fp8_linear(x, weight, None, "rowwise")
-    parts = [fp8_linear(x, part, None, "rowwise") for part in weight.chunk(2)]
-    assert torch.equal(whole, torch.cat(parts, dim=1))
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, model: Any, **settings: Any) -> tuple[int, int]:

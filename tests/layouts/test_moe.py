@@ -2,8 +2,6 @@
 
 from typing import Any
 
-import pytest
-
 from tests.layouts import matrix, moe_mutants
 from tests.layouts.matrix import DROPPED, FEW, FOUR, FULL, RAGGED, Row, Workplace, row
 from tests.layouts.mutants import Mutant
@@ -16,13 +14,6 @@ def moe(**settings: Any) -> Overrides:
     """Four small experts of which a token takes two, with both losses."""
     sizes = {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24}
     return {"model": {"moe": {**sizes, **LOSSES, **settings}}}
-
-
-def named(part: Any) -> str:
-    """A row without what is the same in all."""
-    name = getattr(part, "__name__", None) or str(part)
-    same = str(moe()["model"]["moe"])[:-1]
-    return name.replace(same, "{").replace("{, ", "{").replace(" moe={}", "")
 
 
 SIGMOID = {"score": "sigmoid", "expert_bias_rate": 0.01, "num_groups": 2, "top_k_groups": 1, "scaling_factor": 2.5}
@@ -61,7 +52,7 @@ LONG_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", matrix.with_long(ROWS, LONG_ROWS), ids=named)
+@matrix.rows_of(ROWS, LONG_ROWS)
 def test_ranks_train_like_one_process(workplace: Workplace, row: Row) -> None:
     matrix.assert_equal(workplace, row)
 
@@ -88,6 +79,6 @@ LONG_BROKEN: list[tuple[Mutant, Row]] = [
 ]
 
 
-@pytest.mark.parametrize(("mutant", "row"), matrix.with_long(BROKEN, LONG_BROKEN), ids=named)
+@matrix.mutants_of(BROKEN, LONG_BROKEN)
 def test_a_broken_mixture_is_caught(workplace: Workplace, mutant: Mutant, row: Row) -> None:
     matrix.assert_caught(workplace, mutant, row)

@@ -17,6 +17,7 @@ from tests.layouts.test_moe import moe
 from tests.layouts.training import STEPS, Trace, assert_same_training, train
 
 BEFORE = 3  # steps until the save
+Saved = Callable[[Row], Path]
 OFF = {"optimizer": {"zero": 0}}
 INSTANCES = {"optimizer": {"instances": 2}}
 WHOLE = {"optimizer": {"ownership": "whole", "bucket_size": 6000}}
@@ -48,12 +49,17 @@ SELDOM = (1, 4, 5, 6)  # fewer or as many replicas, of which others are tried
 
 
 @pytest.fixture(scope="module")
-def saved(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A checkpoint of each row in SAVED, after BEFORE steps."""
-    folders = {str(before): tmp_path_factory.mktemp("saved") for before in SAVED}
-    for before in SAVED:
-        train_row(workplace, before, partial(train, steps=BEFORE, saved=folders[str(before)]))
-    return folders
+def saved(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    """The checkpoint of a row after BEFORE steps."""
+
+    @cache
+    def saved_by(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("saved")
+        (before,) = (row for row in (*SAVED, *SAVED_EXPERTS) if str(row) == name)
+        train_row(workplace, before, partial(train, steps=BEFORE, saved=folder))
+        return folder
+
+    return lambda row: saved_by(str(row))
 
 
 def pairs() -> list[Any]:
@@ -67,15 +73,15 @@ def pairs() -> list[Any]:
 
 
 @pytest.mark.parametrize(("before", "after"), pairs(), ids=str)
-def test_any_layout_continues_any_other(workplace: Workplace, saved: dict[str, Path], before: Row, after: Row) -> None:
-    rest = partial(train, steps=STEPS - BEFORE, continued=saved[str(before)])
+def test_any_layout_continues_any_other(workplace: Workplace, saved: Saved, before: Row, after: Row) -> None:
+    rest = partial(train, steps=STEPS - BEFORE, continued=saved(before))
     found = train_row(workplace, replace(after, family=before.family), rest)
     assert_same_training(found, rest_of_the_reference(workplace, before))
 
 
 @pytest.mark.parametrize("lost", ["others", "moments"])
-def test_what_does_not_come_back_is_missed(workplace: Workplace, saved: dict[str, Path], lost: str) -> None:
-    rest = partial(train_without, lost, steps=STEPS - BEFORE, continued=saved[str(SAVED[0])])
+def test_what_does_not_come_back_is_missed(workplace: Workplace, saved: Saved, lost: str) -> None:
+    rest = partial(train_without, lost, steps=STEPS - BEFORE, continued=saved(SAVED[0]))
     found, expected = (
         train_row(workplace, row("llama", FOUR, FEW, dp=2), rest),
         rest_of_the_reference(workplace, SAVED[0]),
@@ -105,19 +111,6 @@ CONTINUED_EXPERTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def saved_experts(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Row], Path]:
-    """The checkpoint of a row after BEFORE steps."""
-
-    @cache
-    def saved_by(number: int) -> Path:
-        folder = tmp_path_factory.mktemp("experts")
-        train_row(workplace, SAVED_EXPERTS[number], partial(train, steps=BEFORE, saved=folder))
-        return folder
-
-    return lambda row: saved_by(SAVED_EXPERTS.index(row))
-
-
 def expert_pairs() -> list[Any]:
     usual = {(0, 0), (0, 1), (0, 2), (1, 3), (3, 0)}
     return [
@@ -128,21 +121,17 @@ def expert_pairs() -> list[Any]:
 
 
 @pytest.mark.parametrize(("before", "after"), expert_pairs())
-def test_any_layout_of_experts_continues_any_other(
-    workplace: Workplace, saved_experts: Callable[[Row], Path], before: Row, after: Row
-) -> None:
-    rest = partial(train, steps=STEPS - BEFORE, continued=saved_experts(before))
+def test_any_layout_of_experts_continues_any_other(workplace: Workplace, saved: Saved, before: Row, after: Row) -> None:
+    rest = partial(train, steps=STEPS - BEFORE, continued=saved(before))
     expected = rest_of_the_reference(workplace, before)
     assert all(bool(value.any()) for value in expected.routers.values())
     assert_same_training(train_row(workplace, after, rest), expected)
 
 
 @pytest.mark.parametrize("lost", ["expert_bias", "share"])
-def test_what_routers_do_not_get_back_is_missed(
-    workplace: Workplace, saved_experts: Callable[[Row], Path], lost: str
-) -> None:
+def test_what_routers_do_not_get_back_is_missed(workplace: Workplace, saved: Saved, lost: str) -> None:
     before = SAVED_EXPERTS[0]
-    rest = partial(train_without, lost, steps=STEPS - BEFORE, continued=saved_experts(before))
+    rest = partial(train_without, lost, steps=STEPS - BEFORE, continued=saved(before))
     found = train_row(workplace, CONTINUED_EXPERTS[0], rest)
     with pytest.raises(AssertionError):
         assert_same_training(found, rest_of_the_reference(workplace, before))
@@ -150,14 +139,8 @@ def test_what_routers_do_not_get_back_is_missed(
 
 def rest_of_the_reference(workplace: Workplace, saved: Row) -> Trace:
     whole = saved.reference(workplace)
-    return replace(
-        whole,
-        losses=whole.losses[BEFORE:],
-        grad_norms=whole.grad_norms[BEFORE:],
-        tokens=whole.tokens[BEFORE:],
-        gradients=whole.gradients[BEFORE:],
-        routing=whole.routing[BEFORE:],
-    )
+    steps = ("losses", "grad_norms", "tokens", "gradients", "routing")
+    return replace(whole, **{name: getattr(whole, name)[BEFORE:] for name in steps})
 
 
 def train_without(lost: str, context: ParallelContext, config: Config, **options: Any) -> Trace:

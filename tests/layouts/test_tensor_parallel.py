@@ -2,15 +2,9 @@
 
 from typing import Any
 
-import pytest
-import torch
-
-from megalite.checkpoint.pieces import Piece
-from megalite.config.schema import Config
-from megalite.launch.context import ParallelContext
 from tests.layouts import matrix, mutants
 from tests.layouts.matrix import DROPPED, FULL, RAGGED, SELECTIVE, Row, Workplace, row
-from tests.layouts.training import assembled, merged, train
+from tests.layouts.training import merged
 
 SMOOTHED = {"train": {"label_smoothing": 0.1, "z_loss": 1e-3}}
 UNEVEN = {"model": {"vocab_multiple": 7}}  # 257 tokens in 259 rows
@@ -43,7 +37,7 @@ LONG_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", matrix.with_long(ROWS, LONG_ROWS), ids=str)
+@matrix.rows_of(ROWS, LONG_ROWS)
 def test_ranks_train_like_one_process(workplace: Workplace, row: Row) -> None:
     matrix.assert_equal(workplace, row)
 
@@ -71,28 +65,6 @@ LONG_BROKEN: list[tuple[mutants.Mutant, Row]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("mutant", "row"),
-    matrix.with_long(BROKEN, LONG_BROKEN),
-    ids=lambda part: getattr(part, "__name__", str(part)),
-)
+@matrix.mutants_of(BROKEN, LONG_BROKEN)
 def test_a_broken_layout_is_caught(workplace: Workplace, mutant: mutants.Mutant, row: Row) -> None:
     matrix.assert_caught(workplace, mutant, row)
-
-
-def test_shards_of_one_weight_differ_and_make_up_the_single_process_s(workplace: Workplace) -> None:
-    """Elsewhere a silent mistake: every rank draws the same shard."""
-    starts = matrix.train_row(workplace, row("llama", tp=4), _start)
-    expected = assembled(matrix.train_row(workplace, row("llama"), _start)[0])
-    name = "blocks.1.mlp.gate_up.weight"
-    parts = [piece.tensor for pieces in starts for piece in pieces if piece.name == name]
-    assert len(parts) == 4
-    assert not any(torch.equal(one, other) for at, one in enumerate(parts) for other in parts[:at])
-    found = assembled([piece for pieces in starts for piece in pieces])
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[each], expected[each]) for each in expected)
-
-
-def _start(context: ParallelContext, config: Config) -> list[Piece]:
-    """What the rank holds before the first step."""
-    return train(context, config, steps=0).parameters

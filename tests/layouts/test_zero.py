@@ -39,7 +39,7 @@ LONG_ROWS = [
 ]
 
 
-@pytest.mark.parametrize("row", matrix.with_long(ROWS, LONG_ROWS), ids=str)
+@matrix.rows_of(ROWS, LONG_ROWS)
 def test_ranks_train_like_one_process(workplace: Workplace, row: Row) -> None:
     matrix.assert_equal(workplace, row)
 
@@ -85,10 +85,6 @@ LONG_BROKEN: list[tuple[mutants.Mutant, Row]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("mutant", "row"),
-    matrix.with_long(BROKEN, LONG_BROKEN),
-    ids=lambda part: getattr(part, "__name__", str(part)),
-)
+@matrix.mutants_of(BROKEN, LONG_BROKEN)
 def test_a_broken_cut_is_caught(workplace: Workplace, mutant: mutants.Mutant, row: Row) -> None:
     matrix.assert_caught(workplace, mutant, row)

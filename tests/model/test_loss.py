@@ -210,7 +210,7 @@ def test_compiled_it_is_the_same_without_a_copy_of_the_logits(case: Case) -> Non
 @pytest.mark.gpu
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize(
-    "case", [Case(), Case(compile=True), Case(compile=True, label_smoothing=0.1, z_loss=1e-2)], ids=str
+    "case", [Case(), Case(compile=True), Case(compile=True, label_smoothing=0.1, z_loss=1e-2, spread=0.1)], ids=str
 )
 @pytest.mark.parametrize(("dtype", "bound"), [(FP64, 1e-12), (FP32, 1e-4), (BF16, 2**-6), (FP16, 2**-9)])
 def test_cuda_equals_fp64_and_adds_into_the_main_grad(dtype: torch.dtype, bound: float, case: Case) -> None:

@@ -4,7 +4,7 @@ host waits for the device as often as it says."""
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 from unittest.mock import patch
@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megalite.config.derive import derive_model
-from megalite.config.schema import Config
-from megalite.data.batch import whole_batch
+from megalite.config.schema import Config, MoEConfig
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.moe.dispatch import ExpertRanks
-from megalite.train.build import build_training, fill_with_start_values
+from tests.model.small import random_batch, training_config
 from tests.moe.loop import Problem, layer_of, masks_of
+from tests.pipeline.stages import started
 from tests.ranks import run_ranks
+from tests.tensor_parallel.operations import Operations
 
 S, B, H, EXPERTS, K = 16, 2, 32, 8, 3
 FP32, INT64 = 4, 8  # bytes
@@ -66,24 +66,17 @@ class Recorder(TorchDispatchMode):
 
 
 def config_of(dispatcher: str, layers: int, recompute: str, settings: dict[str, Any]) -> Config:
-    config = Config(precision="fp32", device="cpu", seed=7)
-    sizes: dict[str, Any] = {"num_layers": layers, "hidden_size": H, "num_attention_heads": 4, "vocab_size": 64}
-    moe = replace(config.model.moe, num_experts=EXPERTS, top_k=K, dispatcher=dispatcher, **settings)
-    config.model = derive_model(replace(config.model, **sizes, vocab_multiple=4, moe=moe), S)
-    config.train = replace(config.train, compile=False, seq_length=S, recompute=recompute)
-    config.parallel = replace(config.parallel, sequence_parallel=True)
-    return config
+    moe = MoEConfig(num_experts=EXPERTS, top_k=K, dispatcher=dispatcher, **settings)
+    sizes = {"num_layers": layers, "hidden_size": H, "num_attention_heads": 4, "vocab_size": 64, "moe": moe}
+    return training_config(sizes, S, parallel={"sequence_parallel": True}, recompute=recompute)
 
 
 def count(context: ParallelContext, configs: list[Config]) -> list[list[Counts]]:
     """Of each config, forward and backward of one microbatch on its real model."""
     found = []
     for config in configs:
-        training = build_training(config, context)
-        fill_with_start_values(training.buffers, config, context)
-        tokens = torch.randint(64, (B, S), generator=torch.Generator().manual_seed(context.index("dp")))
-        positions, first = torch.arange(S).expand(B, S), context.index("dp") * B
-        batch = whole_batch(tokens, tokens, torch.ones(B, S, dtype=torch.bool), positions, None, first)
+        training, dp = started(context, config), context.index("dp")
+        batch = random_batch(config.model, b=B, s=S, first_sample=dp * B, seed=dp)
         forward, backward = Recorder(), Recorder()
         with forward.recording():
             loss = training.chunks[0].loss(batch, torch.ones(()))
@@ -146,34 +139,17 @@ def test_a_capacity_costs_a_gather_of_choices_where_sequences_are_divided() -> N
         assert capped[0]["all_to_all_single", FP32] < without[0]["all_to_all_single", FP32] == S * B // 2 * K
 
 
-@dataclass
-class Order(TorchDispatchMode):
-    """What is started, waited for and computed in between, in order."""
-
-    names: tuple[str, ...]
-    seen: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.partition("::")[2]
-        if name in self.names:
-            self.seen.append(name)
-        return func(*args, **(kwargs or {}))
-
-
 def order_of_a_layer(context: ParallelContext) -> list[list[str]]:
     problem = Problem.drawn({})
     layer, x = layer_of(problem, ExpertRanks.of(context)), problem.x.clone().requires_grad_()
     masks = masks_of(problem.mask, torch.ones(()))
     names = ("all_to_all_single", "wait_tensor", "tanh", "tanh_backward")
-    forward, backward = Order(names), Order(names)
+    forward, backward = (Operations(lambda name, *_: name if name in names else None) for _ in range(2))
     with forward:
         y, _ = layer(x, masks, torch.tanh)
     with backward:
         y.sum().backward()
-    return [forward.seen, backward.seen]
+    return [forward.noted, backward.noted]
 
 
 def test_shared_experts_compute_while_rows_are_on_their_way() -> None:

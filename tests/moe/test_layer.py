@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -123,18 +124,14 @@ ON_RANKS: list[dict[str, Any]] = [
 def rows() -> list[Any]:
     """Every layout with every setting and both dispatchers; each of either at least once in a plain run."""
     found = []
-    for number, layout in enumerate(LAYOUTS):
-        for at, settings in enumerate(ON_RANKS):
-            for which, dispatcher in enumerate(("alltoall", "allgather")):
-                usual = number in (2, 5, 6, 8) and at == (number + which) % 4
-                marks = () if usual else pytest.mark.long
-                name = " ".join(f"{axis}{getattr(layout, axis)}" for axis in ("tp", "dp", "ep", "etp"))
-                label = f"{name} {layout.order} {dispatcher} {named(settings)}"
-                found.append(pytest.param(layout, settings, dispatcher, marks=marks, id=label))
+    for (number, layout), (at, settings) in product(enumerate(LAYOUTS), enumerate(ON_RANKS)):
+        for which, dispatcher in enumerate(("alltoall", "allgather")):
+            usual = number in (2, 5, 6, 8) and at == (number + which) % 4
+            found.append(pytest.param(layout, settings, dispatcher, marks=() if usual else pytest.mark.long))
     return found
 
 
-@pytest.mark.parametrize(("layout", "settings", "dispatcher"), rows())
+@pytest.mark.parametrize(("layout", "settings", "dispatcher"), rows(), ids=str)
 def test_ranks_together_are_the_loop(layout: ParallelLayout, settings: dict[str, Any], dispatcher: str) -> None:
     assert_ranks_are_the_loop(layout, settings, dispatcher, as_drawn)
 

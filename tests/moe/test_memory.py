@@ -2,34 +2,31 @@
 optimizer state, what a layer keeps of a microbatch for backward, and the most that it needs while it computes."""
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megalite.config.activations import ACTIVATIONS
-from megalite.config.derive import derive, derive_model
+from megalite.config.derive import derive
 from megalite.config.schema import Config, MoEConfig
-from megalite.data.batch import whole_batch
 from megalite.kernels import attention
 from megalite.launch.context import ParallelContext
-from megalite.launch.startup import join
 from megalite.layout.ranks import ParallelLayout
 from megalite.moe.dispatch import ExpertRanks
 from megalite.moe.experts import ExpertMatrix, Experts
 from megalite.moe.layer import MoELayer
 from megalite.moe.router import Router
-from megalite.train.build import build_training, derive_device, fill_with_start_values
+from megalite.train.build import build_training, derive_device
+from tests.model.small import random_batch, training_config
 from tests.moe.loop import masks_of
 from tests.optim.allocations import allocations_of
+from tests.pipeline.stages import started
 from tests.ranks import run_ranks
 from tests.tensor_parallel.live_bytes import LiveBytes
+from tests.tensor_parallel.operations import fake_rank
 
 S, B, H, F = 64, 16, 128, 96
 BF16, FP32, INT64 = 2, 4, 8  # bytes
@@ -39,26 +36,12 @@ EXPERTS = {"recompute": "selective", "recompute_modules": ["moe"]}
 
 
 def config_of(layers: int, moe: dict[str, Any], train: dict[str, Any]) -> Config:
-    config = Config(precision="bf16", device="cpu", seed=7)
-    sizes: dict[str, Any] = {"num_layers": layers, "hidden_size": H, "num_attention_heads": 4, "vocab_size": 64}
-    experts = replace(config.model.moe, ffn_hidden_size=F, **moe)
-    config.model = derive_model(replace(config.model, **sizes, vocab_multiple=4, moe=experts), S)
-    config.train = replace(config.train, compile=False, seq_length=S, **train)
-    return config
+    experts = MoEConfig(ffn_hidden_size=F, **moe)
+    sizes = {"num_layers": layers, "hidden_size": H, "num_attention_heads": 4, "vocab_size": 64, "moe": experts}
+    return training_config(sizes, S, precision="bf16", **train)
 
 
 # --- parameters and optimizer state ----------------------------------------------------------------------------------
-
-
-@contextmanager
-def last_rank_of(layout: ParallelLayout) -> Iterator[ParallelContext]:
-    """The others do not exist."""
-    rank = layout.world_size - 1
-    dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
-    try:
-        yield join(layout, rank, torch.device("cpu"), torch.bfloat16, None, timeout_s=10)
-    finally:
-        dist.destroy_process_group()
 
 
 LAYOUTS = {
@@ -76,7 +59,7 @@ def test_a_rank_keeps_the_state_of_its_experts(layout: ParallelLayout) -> None:
     for number in (more, 2 * more):
         config = config_of(layers, {"num_experts": number}, {})
         config.parallel, config.tokenizer = replace(config.parallel, **axes), "byte"
-        with last_rank_of(layout) as context:
+        with fake_rank(layout, layout.world_size - 1) as context:
             ready = derive_device(derive(config, layout.world_size), context)
             training, allocations = allocations_of(lambda: build_training(ready, context))  # noqa: B023
             kept.append(allocations.left)
@@ -94,11 +77,8 @@ def kept_by_a_layer(context: ParallelContext, moe: dict[str, Any], train: dict[s
     kept = []
     for layers in (1, 2):
         config = config_of(layers, moe, train)
-        training = build_training(config, context)
-        fill_with_start_values(training.buffers, config, context)
-        tokens = torch.randint(64, (B, S), generator=torch.Generator().manual_seed(context.index("dp")))
-        positions, mask = torch.arange(S).expand(B, S), torch.ones(B, S, dtype=torch.bool)
-        batch = whole_batch(tokens, tokens, mask, positions, None, 0)
+        training = started(context, config)
+        batch = random_batch(config.model, b=B, s=S, seed=context.index("dp"))
         live = LiveBytes(training.chunks[0].parameters())
         with live, patch.object(attention, "MAX_ROWS", 0):  # torch's kernel of attention, which keeps no scores
             _hidden = training.chunks[0](batch, None, torch.ones(()))

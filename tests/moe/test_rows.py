@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megalite.moe.rows import Rows
+from tests.kernels import plain_expert_rows
 
 K, TOKENS, H = 8, 5, 16
 CHOICES = {
@@ -36,6 +37,19 @@ def test_sums_of_rows_are_rounded_once(name: str, dtype: torch.dtype, device: st
         assert torch.equal(copies.cpu(), x[of_row])
     for sums in (total, x_grad):
         assert bool(((sums.detach().cpu().double() - summed).abs() <= once).all())
+
+
+def test_rows_behind_the_used_ones_are_left_out_of_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tokens' rows and of the gradients of their copies."""
+    plain_expert_rows.stand_in(monkeypatch)
+    choices, used = torch.tensor(CHOICES["each once"]), 33
+    rows = Rows.of_choices(choices, TOKENS, K, complete=True, used=torch.tensor([used]))
+    y = torch.randn(len(choices), H, dtype=torch.float64)
+    wanted = torch.zeros(TOKENS, H, dtype=torch.float64).index_add_(0, choices[:used] // K, y[:used])
+    y[used:] = torch.nan
+    x = torch.zeros(TOKENS, H, dtype=torch.float64, requires_grad=True)
+    for sums in (rows.sum(y), *torch.autograd.grad(rows.take(x), x, y)):
+        torch.testing.assert_close(sums, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_rows_are_put_in_another_order_and_back() -> None:

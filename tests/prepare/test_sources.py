@@ -53,13 +53,6 @@ def test_a_folder_a_glob_and_a_list_give_the_same_sorted_documents(tmp_path: Pat
         assert texts(Source("text", tuple(paths))) == ["a", "b", "c"]
 
 
-def test_the_working_directory_s_name_is_no_pattern(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a[1]").mkdir()
-    (tmp_path / "a[1]" / "x.txt").write_text("x")
-    monkeypatch.chdir(tmp_path / "a[1]")
-    assert texts(Source("text", ("*.txt",))) == ["x"]
-
-
 def packed(content: bytes, codec: str) -> bytes:
     return pyarrow.compress(content, codec=codec, asbytes=True) if codec == "zstd" else gzip.compress(content)
 

@@ -75,7 +75,7 @@ def test_samples_are_written_on_the_way_and_at_the_end_and_change_nothing(
     assert "the model writes" not in capsys.readouterr().out
     assert sampled(tmp_path / "plain") == {}
     assert start(config_for(text, tmp_path / "sampling", **SAMPLING)) == 0
-    assert capsys.readouterr().out.count("the model writes") == 2 * 2 + 1  # after two steps, and at the end
+    assert capsys.readouterr().out.count("the model writes") == 2 * 3  # after two steps, and at the end
     assert {*sampled(tmp_path / "sampling")} == {(step, prompt) for step in (5, 10, 12) for prompt in ("tree ", "")}
     assert losses(tmp_path / "sampling") == losses(tmp_path / "plain")
     assert state_bytes(tmp_path / "sampling", STEPS) == state_bytes(tmp_path / "plain", STEPS)

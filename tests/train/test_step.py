@@ -17,6 +17,7 @@ from megalite.model.parameters import gpt_parameters
 from megalite.optim.gradients import gradient_norm
 from megalite.train.build import build_training, derive_device, fill_with_start_values
 from megalite.train.step import TrainStep
+from tests.kernels import plain_expert_rows
 from tests.optim.small_model import masked_batches, small_config
 from tests.ranks import run_ranks
 
@@ -48,7 +49,7 @@ EXPERTS: dict[str, Any] = {
 def test_a_step_asks_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of tensors without values nothing can be asked. With the kernel for all experts, as on the GPUs that have it."""
     monkeypatch.setattr(grouped, "_has_kernel", lambda device: True)
-    monkeypatch.setattr(grouped, "_leaves_empty_groups", lambda device: True)
+    plain_expert_rows.stand_in(monkeypatch)
     config = Config(device="cpu", precision="bf16")
     config.model.vocab_size, config.model.num_layers, config.train.compile = 300, 1, False
     config.model.moe = MoEConfig(**EXPERTS)
