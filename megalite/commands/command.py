@@ -1,10 +1,11 @@
 """What all commands but training have in common: options, overrides, what is shown, and how a refusal ends them."""
 
 import argparse
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,7 +75,8 @@ def _never_silent() -> Iterator[None]:
 
     def tell() -> None:
         while not over.wait(SILENCE_S):
-            to_stderr("megalite: at work")
+            with suppress(OSError):  # without Python's lock of stderr, which a process that is forked now would keep
+                os.write(2, b"megalite: at work\n")
 
     threading.Thread(target=tell, daemon=True).start()
     try:

@@ -15,10 +15,10 @@ from functools import partial
 from pathlib import Path
 
 from megalite.commands.command import Shown, command, option
-from megalite.config.bounds import unusable
 from megalite.config.compose import load_part
 from megalite.config.overrides import typed
 from megalite.config.schema import Config
+from megalite.config.settings import unusable
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse, to_stderr
 from megalite.observe.terminal import Terminal
 

@@ -12,7 +12,7 @@ from argparse import Namespace
 from megalite.commands.command import Shown, command
 from megalite.config.compose import load_values
 from megalite.config.derive import derive_model
-from megalite.config.exchange import exchange_of, sent_elements
+from megalite.config.layout import exchange_of, sent_elements
 from megalite.config.parallel_rules import CONTEXT_RULES
 from megalite.config.rule import Case, problems_of
 from megalite.errors.problems import Problem, refuse

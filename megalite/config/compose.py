@@ -23,7 +23,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.arguments import read_arguments, shown
-from megalite.config.bounds import bounds
 from megalite.config.derive import derive
 from megalite.config.hydra_files import composed, files_of, in_one_line, run_hydra
 from megalite.config.model_folder import holds_tokenizer, imported_model_settings
@@ -36,6 +35,7 @@ from megalite.config.settings import (
     EXPERIMENT,
     GROUPS,
     SETTINGS,
+    bounds,
     leaves,
     nested,
     value_of,

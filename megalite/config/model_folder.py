@@ -9,11 +9,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from megalite.config.bounds import outside
 from megalite.config.rule import Case, problems_of
 from megalite.config.rules import RULES
 from megalite.config.schema import Config, ModelConfig
-from megalite.config.settings import SETTINGS, with_values
+from megalite.config.settings import SETTINGS, outside, with_values
 from megalite.config.user_files import read_object
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.hf.families import FAMILIES, NAMES

@@ -13,10 +13,9 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megalite.config.bounds import outside
 from megalite.config.hydra_files import Files, in_one_line
 from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_override, secret_value
-from megalite.config.settings import EXPERIMENT, GROUPS, SETTINGS, leaves, yaml_value
+from megalite.config.settings import EXPERIMENT, GROUPS, SETTINGS, leaves, outside, yaml_value
 from megalite.errors.problems import NO_VALUE, Problem, UserError, shortened
 from megalite.errors.remedies import nearest, similarity
 

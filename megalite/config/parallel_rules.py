@@ -5,8 +5,17 @@ from dataclasses import replace
 from itertools import islice
 
 from megalite.config.derive import derive_micro_batch_size, derive_schedule
-from megalite.config.exchange import drops_probabilities, exchange_of, exchanges_heads, local_heads
-from megalite.config.layout import AXES, STAGE_NAMES, dense_ranks, layout_of, stage_settings
+from megalite.config.layout import (
+    AXES,
+    STAGE_NAMES,
+    dense_ranks,
+    drops_probabilities,
+    exchange_of,
+    exchanges_heads,
+    layout_of,
+    local_heads,
+    stage_settings,
+)
 from megalite.config.rule import Case, Found, Rule, problems_of
 from megalite.config.schedule_rules import SCHEDULE_TRAITS, ScheduleRequest, schedule_flaws
 from megalite.config.schema import Config

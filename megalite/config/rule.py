@@ -23,11 +23,10 @@ from itertools import islice
 from math import isqrt, prod
 from typing import Any
 
-from megalite.config.bounds import outside
 from megalite.config.derive import derive_compile, derive_model, derive_schedule
 from megalite.config.layout import axis_sizes, dense_ranks, expert_ranks, has_experts
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS, Setting, value_of, with_values, yaml_value
+from megalite.config.settings import SETTINGS, Setting, outside, value_of, with_values, yaml_value
 from megalite.errors.problems import Problem
 from megalite.errors.words import rounded
 
@@ -187,6 +186,8 @@ def _likely(setting: Setting | None, value: Any, others: Sequence[float], *, ref
     if isinstance(value, list) and setting.kind is not Any:
         yield list(dict.fromkeys(value))
         yield from (value[:at] + value[at + 1 :] for at in range(len(value)) if len(value) > 1)
+    elif setting.kind is Any and value is None:
+        yield "FOLDER"
     elif setting.choices:  # of auto nobody knows what it will be, unless it is what the refused setting can be
         yield from (one for one in setting.choices if one != "auto" or refused)
     elif setting.kind is bool:

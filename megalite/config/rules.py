@@ -1,27 +1,23 @@
 """Everything that makes a config unusable, as a list of problems; all of them are found before torch is imported.
 
-`bounds.py` judges each setting on its own, a rule of `RULES` joins several (`rule.py` says what a rule is). What this
+`settings.py` judges each setting on its own, a rule of `RULES` joins several (`rule.py` says what a rule is). What this
 machine must have is in `machine_rules.py`. A rule that speaks of a setting that is already refused stays silent.
 """
 
 import re
 from collections.abc import Collection, Iterator
-from ctypes import c_float
 from typing import Any
 
-from megalite.config.bounds import bounds, outside
 from megalite.config.derive import NAME
 from megalite.config.device_rules import graph_obstacles, precision_clashes
-from megalite.config.exchange import exchange_of
+from megalite.config.layout import exchange_of
 from megalite.config.machine_rules import MACHINE_RULES
 from megalite.config.parallel_rules import PARALLEL_RULES
 from megalite.config.rule import Case, Found, Rule, broken, full_name, problems_of, speaks_of
 from megalite.config.schema import LEAST_FLEX_HEAD, Config
-from megalite.config.settings import SETTINGS, with_values
+from megalite.config.settings import SETTINGS, bounds, with_values
 from megalite.errors.problems import Problem
 
-LARGEST_SHARE = 1e12
-ROUNDED = [one for one in SETTINGS.values() if one.kind in (float, list[float]) and one.group != "data"]
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 # Settings that stay at their defaults unless a switch has the value needed, or a larger number: without it they have no
@@ -226,21 +222,6 @@ def numbers_are_held_as_asked(case: Case) -> Iterator[Found]:
     yield above, "min_loss_scale initial_loss_scale", "above {1}"
 
 
-def fp32_holds_the_numbers(case: Case) -> Iterator[Found]:
-    """A number that rounds to nothing, or out of bounds. Shares of data are counted exactly."""
-    precision = case.config.precision
-    for setting in ROUNDED if precision != "fp64" else ():
-        value = case.given(setting.name)
-        numbers = value if isinstance(value, list) else [] if value is None else [value]
-        held = ((one, c_float(one).value) for one in numbers)
-        wrong = next((there for one, there in held if (one and not there) or outside(setting, there)), None)
-        yield (
-            wrong is not None,
-            f"{setting.name} precision",
-            f"fp32 holds it as {wrong}, and the precision is {precision}",
-        )
-
-
 def data_suits_its_source(case: Case) -> Iterator[Found]:
     data = case.config.data
     parts = data.path if isinstance(data.path, list) else [data.path]
@@ -252,11 +233,9 @@ def data_suits_its_source(case: Case) -> Iterator[Found]:
         "data.path data.source",
         "has no effect with {1}, Python's own source: data=text for files",
     )
-    yield not stdlib and none, "data.path", f"data={data.source} needs to be told what to read, as data.path=FOLDER"
+    yield not stdlib and none, "data.path", f"data={data.source} must be told what to read"
     yield not stdlib and unusable, "data.path", "must be text or a list of texts"
     yield uneven, "data.weights", f"must be as many as data.path has parts, {len(parts)}, and at least two"
-    apart = shares and max(shares) / LARGEST_SHARE > min(shares)
-    yield apart and not uneven, "data.weights", f"the largest is more than {LARGEST_SHARE:,.0f} times the smallest"
 
 
 def vocabulary_holds_the_tokens(case: Case) -> Iterator[Found]:
@@ -288,6 +267,6 @@ RULES: tuple[Rule, ...] = (
     ("min_lr", "above", "optimizer.lr"),
     *(heads_and_positions_fit, experts_are_chosen_and_placed, names_are_file_names, *PARALLEL_RULES),
     *(settings_have_an_effect, attention_kernels_can_run, products_can_send, microbatches_can_be_a_graph),
-    *(fp8_products_have_sizes_that_fit, steps_are_steps_of_the_run, numbers_are_held_as_asked, fp32_holds_the_numbers),
+    *(fp8_products_have_sizes_that_fit, steps_are_steps_of_the_run, numbers_are_held_as_asked),
     *(data_suits_its_source, vocabulary_holds_the_tokens),
 )

@@ -19,7 +19,7 @@ MOST_LAYERS, MOST = 10_000, 2**20  # far beyond what anyone trains, and few enou
 def setting(
     default: Any, meaning: str, *, choices: tuple[str, ...] = (), name: str | None = None, **limits: float
 ) -> Any:
-    """A dataclass field with its meaning, and the choices and limits (at_least, above, at_most, below) that `bounds.py`
+    """A dataclass field with its meaning, and the choices and limits (at_least, above, at_most, below) that settings.py
     enforces and the docs print. `name`: what users call it, where Python does not allow that name for a field."""
     metadata = {"name": name, "meaning": meaning, "choices": choices, "limits": limits}
     if isinstance(default, list):

@@ -11,20 +11,18 @@ import os
 import struct
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from megalite.config.user_files import as_record, read_object, refusing
 from megalite.errors.problems import Problem, UserError
 from megalite.errors.words import several
 
-Array = npt.NDArray[Any]
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # 34 bytes: the arrays behind it are not aligned
 DTYPES: dict[int, str] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats: no ids
@@ -46,6 +44,39 @@ def with_suffix(prefix: Path, suffix: str) -> Path:
 
 
 @dataclass(frozen=True)
+class DiskArray:
+    """`count` numbers from byte `offset` of an open file on; a slice of them is read and given as a numpy array.
+
+    Not a memory map: where a page of a map is gone (the file was cut short, its disk or network fails) the system ends
+    the process without a word. A read that comes up short is a refusal that names the file.
+    """
+
+    file: BinaryIO
+    dtype: np.dtype[Any]
+    offset: int
+    count: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, place: int | slice) -> Any:
+        if not isinstance(place, slice):
+            at = range(self.count)[place]
+            return self[at : at + 1][0]
+        start, stop, _ = place.indices(self.count)
+        content = np.empty(max(0, stop - start), self.dtype)
+        with refusing(self.file.name, "restore it from a copy; a run continues from its newest checkpoint"):
+            begin = self.offset + start * self.dtype.itemsize
+            if os.preadv(self.file.fileno(), [content.view(np.uint8).data], begin) < content.nbytes:
+                raise ValueError("was cut short since it was opened")
+        return content
+
+
+@dataclass(frozen=True)
 class Facts:
     """The facts that PREFIX.json may hold about a token file that was made here, or about a shard of one."""
 
@@ -64,36 +95,37 @@ class TokenFile:
     """One token file. `tokens` [tokens]; `lengths`, `pointers` [sequences]; `boundaries` [documents + 1]."""
 
     prefix: Path
-    tokens: Array
-    lengths: Array
-    pointers: Array
-    boundaries: Array
+    tokens: DiskArray
+    lengths: DiskArray
+    pointers: DiskArray
+    boundaries: DiskArray
 
     @classmethod
     def open(cls, prefix: Path) -> "TokenFile":
-        """Map PREFIX.bin and PREFIX.idx; UserError if they are missing, damaged or do not belong together.
+        """Open PREFIX.bin and PREFIX.idx; UserError if they are missing, damaged or do not belong together.
 
         In a large index, some 4 million entries are checked, spread evenly over it.
         """
-        data, index = _mapped(with_suffix(prefix, ".bin")), _mapped(with_suffix(prefix, ".idx"))
-        head = index[: HEADER.size].tobytes().ljust(HEADER.size, b"\0")
+        data, index = _opened(with_suffix(prefix, ".bin")), _opened(with_suffix(prefix, ".idx"))
+        size, given = (os.fstat(file.fileno()).st_size for file in (data, index))
+        head = DiskArray(index, np.dtype("u1"), 0, min(HEADER.size, given))[:].tobytes().ljust(HEADER.size, b"\0")
         magic, version, code, sequences, boundaries = HEADER.unpack(head)
         if magic != MAGIC or version != 1 or code not in DTYPES:
             rule = f"starts with {magic!r}, version {version}, dtype code {code}"
             raise _damaged(prefix, ".idx", f"{rule}; must be {MAGIC!r}, version 1 and one of {sorted(DTYPES)}")
         dtype, at = np.dtype(DTYPES[code]), HEADER.size
         end = at + 12 * sequences + 8 * boundaries
-        if len(index) not in (end, end + sequences):  # with the modes of a multimodal file
-            rule = f"has {len(index):,} bytes; {sequences:,} sequences and {boundaries:,} boundaries need {end:,}"
+        if given not in (end, end + sequences):  # with the modes of a multimodal file
+            rule = f"has {given:,} bytes; {sequences:,} sequences and {boundaries:,} boundaries need {end:,}"
             raise _damaged(prefix, ".idx", rule)
         file = cls(
             prefix=prefix,
-            tokens=data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype),
-            lengths=index[at : at + 4 * sequences].view("<i4"),
-            pointers=index[at + 4 * sequences : at + 12 * sequences].view("<i8"),
-            boundaries=index[at + 12 * sequences : end].view("<i8"),
+            tokens=DiskArray(data, dtype, 0, size // dtype.itemsize),
+            lengths=DiskArray(index, np.dtype("<i4"), at, sequences),
+            pointers=DiskArray(index, np.dtype("<i8"), at + 4 * sequences, sequences),
+            boundaries=DiskArray(index, np.dtype("<i8"), at + 12 * sequences, boundaries),
         )
-        file.check(len(data), step=max(ROWS, -(-max(sequences, boundaries) // LOOKS)))
+        file.check(size, step=max(ROWS, -(-max(sequences, boundaries) // LOOKS)))
         return file
 
     @property
@@ -120,12 +152,15 @@ class TokenFile:
         sequences = self.boundaries[self.document_at(first) + 1 : self.document_at(stop - 1) + 1]
         if np.any(sequences[1:] < sequences[:-1]):  # an entry that was not checked when the file was opened
             raise _damaged(self.prefix, ".idx", f"a document near token {first:,} ends too early")
-        return [int(position) for position in np.unique(self.pointers[sequences] // self.tokens.dtype.itemsize)]
+        if not len(sequences):
+            return []
+        starts = self.pointers[int(sequences[0]) : int(sequences[-1]) + 1][sequences - sequences[0]]
+        return [int(position) for position in np.unique(starts // self.tokens.dtype.itemsize)]
 
     def identity(self) -> str:
         """A hash of the content: all bytes of a small file, 64 blocks spread over a large one."""
         state = xxhash.xxh3_128(f"{self.tokens.dtype.str},{self.tokens.nbytes},{self.documents}".encode())
-        content = self.tokens.view(np.uint8)
+        content = replace(self.tokens, dtype=np.dtype("u1"), count=self.tokens.nbytes)
         for start, length in self._blocks():
             state.update(content[start : start + length].data)
         return state.hexdigest()
@@ -207,16 +242,15 @@ def read_facts(prefix: Path) -> Facts:
     return as_record(Facts, read_object(path, hint), path, hint) if os.path.lexists(path) else Facts()
 
 
-def _mapped(path: Path) -> npt.NDArray[np.uint8]:
-    """The bytes of a regular file, mapped for reading; a pipe is not waited for."""
+def _opened(path: Path) -> BinaryIO:
+    """A regular file, open for reading; a pipe is not waited for."""
     if not os.path.lexists(path):
         hint = "give the path of a token file without .bin; both .bin and .idx are needed"
         raise UserError(Problem("data.path", str(path), "is missing", hint))
     with refusing(path, "check its permissions"):
         if not path.is_file():
             raise ValueError("is not a regular file")
-        empty = path.stat().st_size == 0  # which cannot be mapped
-        return np.zeros(0, np.uint8) if empty else np.asarray(np.memmap(path, np.uint8, "r"))
+        return path.open("rb", buffering=0)
 
 
 def _damaged(prefix: Path, suffix: str, rule: str) -> UserError:

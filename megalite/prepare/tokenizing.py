@@ -191,7 +191,7 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
         for start in range(0, len(file.tokens), COPY):
             self._write(file.tokens[start : start + COPY])
         self._boundaries.frombytes((file.boundaries[1:] + len(self._lengths)).tobytes())
-        self._lengths.frombytes(file.lengths.tobytes())
+        self._lengths.frombytes(file.lengths[:].tobytes())
 
     def finish(self, facts: dict[str, Any]) -> None:
         """Make the file visible, with `facts` in PREFIX.json."""

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
 from megalite.config.device_rules import graph_obstacles, precision_clashes
-from megalite.config.exchange import exchange_of, local_heads
-from megalite.config.layout import layout_of, stage_settings
+from megalite.config.layout import exchange_of, layout_of, local_heads, stage_settings
 from megalite.config.nccl_options import read_nccl_options
 from megalite.config.schedule_rules import ScheduleRequest
 from megalite.config.schema import Config, ModelConfig, ParallelConfig

@@ -15,7 +15,7 @@ import torch
 from megalite.checkpoint.commit import CHECKPOINTS, STATE, committed
 from megalite.checkpoint.reading import Found, newest
 from megalite.checkpoint.run_folder import RunFolder, keep_tokenizer, require_room
-from megalite.config.exchange import exchange_of
+from megalite.config.layout import exchange_of
 from megalite.config.schema import Config, LearningRateConfig
 from megalite.config.settings import DERIVED, OPEN, as_plain, value_of, with_values
 from megalite.config.step_plan import samples_when_longer

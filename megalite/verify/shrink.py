@@ -11,8 +11,7 @@ from math import lcm, sqrt
 from typing import Any, NamedTuple
 
 from megalite.config.derive import derive
-from megalite.config.exchange import exchange_of
-from megalite.config.layout import dense_ranks, layout_of, least_world, stage_settings
+from megalite.config.layout import dense_ranks, exchange_of, layout_of, least_world, stage_settings
 from megalite.config.parallel_rules import BLOCK
 from megalite.config.rules import check
 from megalite.config.schema import (

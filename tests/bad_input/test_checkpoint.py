@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 import pretrain_gpt
@@ -112,22 +111,12 @@ def export_with_nan(scene: Scene) -> None:
     save_file(tensors, path)
 
 
-def pickled_model(scene: Scene) -> None:
-    torch.save({"weight": torch.zeros(1)}, scene.folder / "model.pt")
-
-
 ROWS = [
     Row(
         "a step that there is not",
         "run out --step 7",
         ["step=7: there is no checkpoint of it", "those there are: 1, 2"],
         command="export",
-    ),
-    Row(
-        "no manifest",
-        "",
-        [*NONE_CAN_BE_READ, "manifest.json cannot be read: No such file"],
-        of_both(damage.lose_the_manifest),
     ),
     Row(
         "a flipped bit",
@@ -163,12 +152,6 @@ ROWS = [
         "a run as start weights",
         "run_dir=new checkpoint.init_from=run",
         ["checkpoint.init_from='run'", "the folder of a transformers model", "export", "a run goes on by run_dir"],
-    ),
-    Row(
-        "a pickle",
-        "run_dir=new checkpoint.init_from=model.pt",
-        ["checkpoint.init_from='model.pt'", "the folder of a transformers model", "save_pretrained"],
-        pickled_model,
     ),
     Row(
         "another model",

@@ -23,12 +23,6 @@ def gpu_without_bf16(scene: Scene) -> None:
 
 ROWS = [
     Row(
-        "a world that the layout does not divide",
-        "parallel.tp=2 parallel.pp=2 model.num_layers=2",
-        ["world size=6: not a multiple of parallel.tp=2 x parallel.cp=1 x parallel.pp=2", "world size=4 or 8"],
-        ranks=6,
-    ),
-    Row(
         "a schedule that does not go with what is compiled",
         "parallel.pp=2 parallel.vpp=3 parallel.schedule=zb-h1 train.compile=true",
         [
@@ -46,11 +40,6 @@ ROWS = [
         gpu_without_bf16,
     ),
     Row(
-        "a loss scale without fp16",
-        "optimizer.initial_loss_scale=128",
-        ["optimizer.initial_loss_scale=128.0", "has no effect with precision=fp32", "precision=fp16"],
-    ),
-    Row(
         "references in a circle, and one to a whole group",
         "lr.schedule=wsd train.steps=${lr.decay_steps} lr.decay_steps=${train.steps} train.sample_prompts=${data}",
         ["2 problems", "train.steps='${lr.decay_steps}': Recursive", "train.sample_prompts='${data}': "],
@@ -66,11 +55,6 @@ ROWS = [
         "data=text data.path=.",
         ["run_dir=", "runs", "write into its own data, data.path=.", "data.path='*.txt'"],
         file("a.txt", b"some text " * 90),
-    ),
-    Row(
-        "sizes that a sequence does not divide over",
-        "parallel.tp=2 parallel.cp=2 parallel.vpp=2 train.seq_length=100",
-        ["3 problems", "train.seq_length=100", "not a multiple of 8", "parallel.pp=1 has none"],
     ),
 ]
 

@@ -3,9 +3,6 @@
 from contextlib import suppress
 
 import pytest
-from hypothesis import given
-from hypothesis import settings as sampling
-from hypothesis import strategies as st
 
 from megalite.config.compose import load_config
 from megalite.config.schema import OptimizerConfig
@@ -36,26 +33,17 @@ def test_every_setting_at_once(value: str) -> None:
     survive([f"{name}={value}" for name in SETTINGS])
 
 
-@given(st.sampled_from(sorted(SETTINGS)), st.sampled_from(HOSTILE))
-@sampling(max_examples=10, deadline=None)
-def test_each_for_itself(name: str, value: str) -> None:
-    survive([f"{name}={value}"])
-
-
 SIZES = ["model.vocab_size=10000000000", "model.num_layers=1000000000", "train.global_batch_size=100000000"]
+RAMP = "train.batch_ramp=[1,1,1000000] train.global_batch_size=1000000"
 
 
 @pytest.mark.parametrize(
-    "text", [*SIZES, "train.sample_tokens=1000000000", "seed=" + "9" * 5000, "train.steps=" + "9" * 4000]
+    "text", [*SIZES, "train.sample_tokens=1000000000", RAMP, "seed=" + "9" * 5000, "train.steps=" + "9" * 4000]
 )
 def test_sizes_that_cannot_be_are_refused_in_few_words(text: str) -> None:
-    said = str(refusal(text))
+    said = str(refusal(*text.split()))
     assert text.partition("=")[0] in said
     assert len(said) < 2000
-
-
-def test_a_ramp_of_a_million_sizes_is_refused() -> None:
-    assert "10,000 sizes" in str(refusal("train.batch_ramp=[1,1,1000000]", "train.global_batch_size=1000000"))
 
 
 TOO_LARGE = ["model.vocab_size=2000000000", "model.hidden_size=1048576"]

@@ -6,7 +6,6 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import yaml  # type: ignore[import-untyped]
 from hypothesis import given
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 
 from megalite.config.compose import load_config
 from megalite.config.derive import derive
+from megalite.config.layout import exchange_of
 from megalite.config.parallel_rules import schedule_request
 from megalite.config.rule import full_name
 from megalite.config.rules import check
@@ -22,7 +22,6 @@ from megalite.config.schedule_rules import ScheduleRequest, schedule_flaws
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from megalite.config.settings import SETTINGS, with_values
 from megalite.config.step_plan import ramp_sizes
-from megalite.data.samples import Blend, integer_weights
 from megalite.layout.groups import groups_of
 from megalite.layout.parameters import shard_of
 from megalite.layout.ranks import ParallelLayout
@@ -243,39 +242,23 @@ def test_a_config_that_is_accepted_is_accepted_once_derived(values: dict[str, An
         assert check(derive(config, world_size), world_size) == []
 
 
-@pytest.mark.parametrize("precision", ["auto", "fp64"])
-def test_shares_that_no_number_holds_together_are_refused(precision: str) -> None:
-    line = f"data.source=text data.path=[a,b] precision={precision} data.weights="
-    for shares in ("[1.0e+308,1.0e-308]", "[1.0e+308,1]", "[1,1.0e-13]"):
-        assert refused(line + shares, 1) == ["data.weights"]
-    for shares in ("[1.0e+308,1.0e+308]", "[1,1.0e-12]", "[1.0e-300,2.0e-300]"):
-        assert refused(line + shares, 1) == []
-        counts = Blend(integer_weights(yaml.safe_load(shares))).counts(3)
-        assert sum(counts) == 3
-
-
-FLOATS = [name for name, one in SETTINGS.items() if one.kind in (float, list[float]) and one.group != "data"]
-
-
-@pytest.mark.parametrize("name", FLOATS)
-def test_what_fp32_cannot_hold_is_refused_but_in_fp64(name: str) -> None:
-    """numpy says what fp32 holds."""
-    for number in (1e39, 1e-46, 1 - 1e-9, 1.1, 3e-38):
-        value = f"[{number!r},0.5]" if SETTINGS[name].kind == list[float] else repr(number)
-        with np.errstate(all="ignore"):
-            held = float(np.float32(number))
-        limits = SETTINGS[name].limits
-        lost = not np.isfinite(held) or held == 0 or ("below" in limits and held >= limits["below"])
-        of_itself = bool(problems_of(f"precision=fp64 {name}={value}", 1))  # out of bounds, without effect
-        for precision in ("auto", "bf16", "fp16"):
-            rules = [problem.rule for problem in problems_of(f"precision={precision} {name}={value}", 1)]
-            told = any(rule.startswith("fp32 holds it as") for rule in rules)
-            assert told == (
-                lost and not any(rule.startswith(("must be at", "must be above", "must be below")) for rule in rules)
-            ), (number, precision, rules)
-        assert of_itself or not any("fp32" in one.rule for one in problems_of(f"precision=fp64 {name}={value}", 1))
-
-
-def test_an_eps_that_is_nothing_in_fp32_is_refused_before_it_divides() -> None:
-    (problem,) = refusal("optimizer.eps=1e-60").problems
-    assert problem.hint == "optimizer.eps=1.0e-8, or precision=fp64"
+@pytest.mark.parametrize(
+    ("cp", "heads", "groups", "others", "name"),
+    [
+        (4, 8, 8, {}, "alltoall"),  # all heads have keys: a ring would send 24, this 12 per token
+        (4, 32, 2, {}, "ring"),  # keys are few
+        (4, 3, 3, {}, "ring"),  # heads do not divide
+        (4, 6, 6, {}, "alltoall of 2 + ring of 2"),
+        (4, 3, 3, {"data.cross_document_attention": False}, "allgather"),
+        (4, 32, 2, {"data.cross_document_attention": False}, "alltoall"),
+        (4, 32, 2, {"model.attention_dropout": 0.1}, "alltoall"),
+        (4, 8, 8, {"parallel.cp_comm": "allgather"}, "allgather"),
+        (8, 12, 4, {"parallel.cp_comm": "alltoall+ring"}, "alltoall of 4 + ring of 2"),
+        (8, 8, 8, {"parallel.cp_comm": "alltoall+ring", "parallel.cp_alltoall": 2}, "alltoall of 2 + ring of 4"),
+    ],
+)
+def test_it_follows_heads_documents_and_dropout(
+    cp: int, heads: int, groups: int, others: dict[str, Any], name: str
+) -> None:
+    sizes = {"parallel.cp": cp, "model.num_attention_heads": heads, "model.num_key_value_heads": groups}
+    assert exchange_of(with_values(Config(), sizes | others)).name == name

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megalite.config.exchange import sent_elements
+from megalite.config.layout import sent_elements
 from megalite.config.schema import Config
 from megalite.context_parallel import exchange as exchange_module
 from megalite.context_parallel.attention import context_attention

@@ -33,7 +33,7 @@ def continues_otherwise(words: list[str]) -> int:
 
 
 def has_no_watchdog(words: list[str]) -> int:
-    Watchdog.__enter__ = lambda self: self  # type: ignore[method-assign]
+    Watchdog._watch = Watchdog._answer_calls = lambda self: None  # type: ignore[method-assign]
     return main_to_the_end(words)
 
 
