@@ -27,8 +27,7 @@ from megalite.launch.device import DTYPES
 from megalite.launch.environment import read_environment
 from megalite.launch.host import set_variables
 from megalite.model.flops import parameter_count
-from megalite.train.build import build_training, data_share, fill_with_start_values, open_context
-from megalite.train.device_settings import derive_device
+from megalite.train.build import build_training, data_share, derive_device, fill_with_start_values, open_context
 from megalite.train.step import PendingMetrics, TrainStep
 
 LEARNING_RATE = 1e-4

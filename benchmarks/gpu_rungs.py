@@ -30,8 +30,7 @@ from megalite.launch.device import DTYPES
 from megalite.launch.environment import read_environment
 from megalite.launch.host import end_compile_workers, set_variables
 from megalite.model.flops import flops_per_token, peak_flops
-from megalite.train.build import open_context
-from megalite.train.device_settings import derive_device
+from megalite.train.build import derive_device, open_context
 
 ROOT = Path(__file__).resolve().parents[1]
 Figures = dict[str, float]

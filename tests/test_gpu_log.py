@@ -19,7 +19,7 @@ import torch
 from benchmark_sides import SHAPES, Megalite
 from megalite.launch.environment import read_environment
 from megalite.train.build import open_context
-from megalite.train.device_settings import derive_device
+from megalite.train.build import derive_device
 config = SHAPES["gpt2"].config(4, "bf16", torch.device("cuda"), "train.cuda_graph=false")
 context = open_context(config, read_environment({}))
 config = derive_device(config, context)

@@ -172,7 +172,7 @@ def attention_kernels_can_run(case: Case) -> Iterator[Found]:
 
 
 def products_can_send(case: Case) -> Iterator[Found]:
-    """parallel.async_tp has an effect. What the machine must have for it is known later (train/device_settings.py)."""
+    """parallel.async_tp has an effect. What the machine must have for it is known later (train/build.py)."""
     config, axes, eager = case.config, case.derived.parallel, case.derived.train.compile is False
     if axes.tp > 1 and axes.async_tp:
         yield not axes.sequence_parallel, "async_tp sequence_parallel", "has no effect with {1}"

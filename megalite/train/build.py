@@ -2,6 +2,8 @@
 
 The model is built without values. They come from the seed, an import or a checkpoint, and are whole on every rank
 before a step.
+
+Settings that depend on the device are refused here where they cannot be, and chosen where nobody has.
 """
 
 from collections.abc import Callable, Container, Iterator
@@ -16,13 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
+from megalite.config.device_rules import graph_obstacles, precision_clashes
 from megalite.config.layout import exchange_of, layout_of, local_heads, stage_settings
 from megalite.config.nccl_options import read_nccl_options
 from megalite.config.schedule_rules import ScheduleRequest
-from megalite.config.schema import Config, ModelConfig
-from megalite.config.settings import SETTINGS, value_of, yaml_value
+from megalite.config.schema import Config, ModelConfig, ParallelConfig
+from megalite.config.settings import SETTINGS, value_of, with_values, yaml_value
 from megalite.context_parallel.exchange import CpGroups, Waiting
-from megalite.errors.problems import Problem, collect
+from megalite.errors.problems import Problem, UserError, collect
 from megalite.launch import startup
 from megalite.launch.context import CPU, ParallelContext
 from megalite.launch.device import (
@@ -38,6 +41,7 @@ from megalite.layout.buffer_layout import Kind
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.sequence import CpShard
 from megalite.layout.stages import stages_of
+from megalite.model.flops import flops_per_token, peak_flops
 from megalite.model.gpt import GPT
 from megalite.model.init import start_values
 from megalite.moe.dispatch import ExpertRanks
@@ -51,9 +55,8 @@ from megalite.pipeline.microbatch_graph import MicrobatchGraph
 from megalite.pipeline.schedules import build_schedule, forward_only
 from megalite.pipeline.transfers import Direction
 from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.tensor_parallel.shared_memory import share_memory
-from megalite.train.clock import StepClock
-from megalite.train.device_settings import cuda_problems, precision_problems
+from megalite.tensor_parallel.shared_memory import share_memory, why_products_cannot_send
+from megalite.train.metrics import StepClock
 
 # Settings that may differ between machines: numbers of cores, and places whose content is compared when it is read.
 OF_A_MACHINE = (
@@ -250,3 +253,80 @@ def fill_with_imported_values(
     buffers.fill(start_values((one for one in records if one.precision == "master"), config.seed))
     names = {record.name for record in records}
     buffers.fill(read_weights(config.checkpoint.init_from, config.model, names))
+
+
+ASYNC_TP, CUDA_GRAPH = "parallel.async_tp", "train.cuda_graph"
+OF_CUDA = {ASYNC_TP: None, "train.attention": "auto", CUDA_GRAPH: None}  # and what leaves the choice to the device
+HOST_S = 1.9e-3  # a step of one microbatch of GPT-2, by its blocks, beside an H200: docs/performance.md
+USUAL_MFU = 0.4
+
+
+def precision_problems(config: Config, precision: str) -> list[Problem]:
+    """Settings that do not go with the precision that the device has chosen (fp64, fp32, bf16 or fp16)."""
+    return [
+        Problem(name, value_of(config, name), rule, f"{name}={yaml_value(SETTINGS[name].default)}")
+        for name, rule in precision_clashes(config, precision)
+    ]
+
+
+def cuda_problems(config: Config, device: torch.device, environment: ProcessEnvironment) -> list[Problem]:
+    """Settings for CUDA on a CPU, and parallel.async_tp where the ranks of tp cannot share memory."""
+    asked = [name for name, auto in OF_CUDA.items() if value_of(config, name) not in (auto, False)]
+    rule = "needs CUDA, and this run is on a CPU"
+    if device.type == "cuda":
+        rule = no_shared_memory(config.parallel, device, environment) if config.parallel.async_tp else ""
+        asked = [ASYNC_TP] if rule else []
+    return [Problem(name, value_of(config, name), rule, f"{name}={yaml_value(OF_CUDA[name])}") for name in asked]
+
+
+def no_shared_memory(axes: ParallelConfig, device: torch.device, environment: ProcessEnvironment) -> str:
+    """Why the GPUs of the ranks of tp cannot share memory; empty: as far as a rank can see, they can."""
+    local, own = environment.local_world_size, device.index or 0
+    if local % axes.tp or not axes.order.startswith("tp"):
+        return f"needs all ranks of tp on one host, and {local} processes of this one do not fit"
+    if torch.cuda.device_count() < local:  # a rank sees its own GPU alone
+        return ""
+    first = own - own % axes.tp
+    far = [n for n in range(first, first + axes.tp) if n != own and not torch.cuda.can_device_access_peer(own, n)]
+    return f"needs GPUs that reach each other's memory, and GPU {own} does not reach {far}" if far else ""
+
+
+def derive_device(
+    config: Config,
+    context: ParallelContext,
+    environment: ProcessEnvironment | None = None,
+    report: Callable[[str], None] = lambda words: None,
+) -> Config:
+    """Settings that follow from the device; collective. Compiling pays on CUDA, on a CPU it costs more than it brings.
+
+    Raises UserError, alike on all ranks, where the ranks find that parallel.async_tp=true does not work here.
+    """
+    is_cuda, group = context.device.type == "cuda", TensorGroup.of(context.group("tp"))
+    if config.parallel.async_tp and group is not None:
+        why = no_shared_memory(config.parallel, context.device, environment or ProcessEnvironment())
+        if not any(context.gather_json([why] if why else [])):  # else ranks would wait for each other's memory in vain
+            report(f"trying products that send ({ASYNC_TP})")
+            why = why_products_cannot_send(group, context.dtype, context.device)
+        if reasons := [reason for of_rank in context.gather_json([why] if why else []) for reason in of_rank]:
+            rule = f"products that send do not work here: {reasons[0]}"
+            raise UserError(Problem(ASYNC_TP, True, rule, f"{ASYNC_TP}=false"))
+    compiles = is_cuda if config.train.compile is None else config.train.compile
+    chosen = {
+        "precision": name_of(context.dtype),
+        "train.compile": compiles,
+        ASYNC_TP: bool(config.parallel.async_tp) and group is not None,
+    }
+    graph = value_of(config, CUDA_GRAPH)
+    if graph is None:
+        cannot = any(wrong for wrong, *_ in graph_obstacles(config, context.layout.world_size))
+        graph = is_cuda and not cannot and is_small(config, context)
+    return with_values(config, {**chosen, CUDA_GRAPH: graph})
+
+
+def is_small(config: Config, context: ParallelContext) -> bool:
+    """Whether the host takes longer to start a microbatch than the device to compute one."""
+    train = config.train
+    peak = peak_flops(torch.cuda.get_device_name(context.device), str(context.dtype).removeprefix("torch."))
+    flops = train.micro_batch_size * train.seq_length * flops_per_token(config.model, train.seq_length, causal=True)
+    # Four times the host's time: at three times it a graph saved 1.2 % on an H100, and 1.4 % on an H200.
+    return peak is not None and flops / (USUAL_MFU * peak) < 4 * HOST_S * config.model.num_layers

@@ -1,21 +1,32 @@
-"""Validation metrics on a fixed set of batches: each rank sums over its own, then all ranks add up.
+"""What a model is worth: validation metrics on a fixed set of batches, and samples of text.
+
+Validation: each rank sums over its own, then all ranks add up.
 
 Loss, tokens and bytes of text are sums over the same labels, which count in the loss. Ranks of one model compute each
 batch together, so a batch that one of them cannot read is refused by all before any of them computes it.
+
+Samples of text: the newest token's distribution, sampled and appended, one token at a time. The same weights, prompts
+and seed give the same text on any layout, up to rounding; a prompt's text does not depend on which others are sampled
+beside it.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.data.batch import Batch
+from megalite.config.schema import Config
+from megalite.data.batch import Batch, unscored
+from megalite.data.open import OpenedData
 from megalite.data.samples import IntArray
-from megalite.errors.problems import Problem, UserError
+from megalite.errors.problems import Problem, UserError, collect_all
 from megalite.launch.context import ParallelContext, all_ranks_or_raise
+from megalite.layout.sequence import CpShard
+from megalite.model.gpt import GPT
 from megalite.train.build import Training
 
 
@@ -85,3 +96,98 @@ def evaluate(
     if (world := context.group("world")) is not None:
         dist.all_reduce(sums.totals, group=world)
     return sums.metrics()
+
+
+TEMPERATURE = 0.8
+TOP_K = 50
+PROMPTS = {"stdlib": "def "}  # how samples begin where nobody says, by data source; otherwise with an end of document
+WINDOW = 64  # a window that may be shorter than the sequence is a multiple of this
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """How a sample begins, as people read it and as tokens (at least one)."""
+
+    text: str
+    tokens: list[int]
+
+
+def prompts_of(config: Config, data: OpenedData) -> list[Prompt]:
+    """The texts to continue; none where the data's tokens are no text. UserError for a prompt that the tokenizer does
+    not know."""
+    asked, tokenizer = config.train.sample_prompts, data.tokenizer
+    if tokenizer is None and asked:
+        remedy = "leave it out, or name the tokenizer that made the token files: tokenizer=NAME_OR_FOLDER"
+        raise UserError(Problem("train.sample_prompts", asked, "the tokenizer of this data is not known", remedy))
+    if tokenizer is None or config.train.sample_tokens == 0:
+        return []
+    part = data.train.parts[0]
+    # An empty prompt stands for an end of document, or where the tokenizer knows none for the first token of the data.
+    end = tokenizer.end_of_document
+    start = [int(part.file.tokens[part.first])] if end is None else [end]
+
+    def prompt(text: str) -> Prompt:
+        try:
+            return Prompt(text, tokenizer.encode(text) or start)
+        except UserError as error:
+            remedy = "begin with symbols of the training text, or use tokenizer=byte"
+            raise UserError(Problem("train.sample_prompts", text, error.problems[0].rule, remedy)) from error
+
+    return collect_all(prompt, [PROMPTS.get(config.data.source, "")] if asked is None else asked)
+
+
+@torch.no_grad()
+def sample(
+    training: Training,
+    context: ParallelContext,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    *,
+    seq_length: int,
+    seed: int,
+    rows: int | None = None,
+    go_on: Callable[[], bool] = lambda: True,
+) -> list[list[int]]:
+    """The `count` tokens that follow each of the `prompts` (of at least one token).
+
+    All ranks of a model must call it; each returns the tokens, which the end of the pipeline draws. A compiled model
+    sees one shape only: `rows` windows of `seq_length` at a time. Without `rows` there are as many windows as prompts,
+    no longer than needed. Whatever stands behind the newest token cannot reach it. `go_on`, equal on all ranks, is
+    asked before each token; once it is false no text grows any more.
+    """
+    length, at_once = seq_length, rows or max(len(prompts), 1)
+    if rows is None:
+        unit = WINDOW * context.layout.tp * context.layout.cp  # which split a window
+        longest = max((len(prompt) for prompt in prompts), default=0) + count
+        length = min(seq_length, -(-longest // unit) * unit)
+    texts, groups = [list(prompt) for prompt in prompts], training.chunks[0].context
+    share = CpShard() if groups is None else groups.share
+    with training.evaluating():
+        for group in (texts[first : first + at_once] for first in range(0, len(texts), at_once)):
+            generators = [torch.Generator().manual_seed(seed) for _ in group]
+            for _ in takewhile(lambda _: go_on(), range(count)):
+                window = torch.zeros((at_once, length), dtype=torch.int64)  # [b, s]
+                newest = [min(len(text), length) - 1 for text in group]  # place of the newest token
+                for row, (text, place) in enumerate(zip(group, newest, strict=True)):
+                    window[row, : place + 1] = torch.tensor(text[-length:])
+                hidden = training.executor.hidden(unscored(window).part(share).to(context.device))
+                tokens = torch.zeros(len(group), dtype=torch.int64)
+                if hidden is not None:  # the pipeline ends here
+                    tokens = _draw(training.chunks[-1], hidden, newest, generators)
+                if (pipeline := context.group("pp-forward")) is not None:
+                    tokens = tokens.to(context.device)
+                    dist.broadcast(tokens, group=pipeline, group_src=pipeline.size() - 1)
+                for text, token in zip(group, tokens.tolist(), strict=True):
+                    text.append(token)
+    return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
+
+
+def _draw(end: GPT, hidden: Tensor, places: Sequence[int], generators: Sequence[torch.Generator]) -> Tensor:
+    """A token after each of the `places` of the first n rows, [n], from this rank's part of the hidden states."""
+    whole = end.whole_sequence(hidden)
+    newest = torch.stack([whole[place, row] for row, place in enumerate(places)])
+    logits = end.head_logits(newest).float().cpu()  # [n, vocabulary]
+    best, candidates = logits.topk(min(TOP_K, logits.shape[1]))
+    shares = torch.softmax(best / TEMPERATURE, dim=1)
+    drawn = [torch.multinomial(share, 1, generator=dice) for share, dice in zip(shares, generators, strict=True)]
+    return candidates.gather(1, torch.stack(drawn)).flatten()

@@ -24,12 +24,11 @@ from megalite.launch.watchdog import after_report_s
 from megalite.optim.schedule import learning_rate
 from megalite.pipeline.simulator import Span
 from megalite.train.build import data_share
-from megalite.train.evaluate import evaluate
+from megalite.train.evaluate import evaluate, sample
 from megalite.train.history import PIPELINE
 from megalite.train.metrics import Meter, StepMetrics
 from megalite.train.profile import profiled_step
 from megalite.train.replicas import check_replicas
-from megalite.train.sample import sample
 from megalite.train.saving import Saver, TrainingStoppedError
 from megalite.train.setup import Job
 from megalite.train.step import PendingMetrics, TrainStep

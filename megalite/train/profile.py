@@ -2,7 +2,7 @@
 
 Each rank writes two files into the run's profile folder: `step-00000012-rank-00003.trace.json.gz`, which
 ui.perfetto.dev opens, and `step-00000012-rank-00003.txt`, a table of the operations that took most of the time. The
-trace holds the step and its parts (train/clock.py) as labelled ranges, one behind the other.
+trace holds the step and its parts (train/metrics.py) as labelled ranges, one behind the other.
 """
 
 import gzip

@@ -32,13 +32,13 @@ from megalite.train.build import (
     ReadWeights,
     Training,
     build_training,
+    derive_device,
     fill_with_imported_values,
     fill_with_start_values,
 )
-from megalite.train.device_settings import derive_device
+from megalite.train.evaluate import Prompt, prompts_of
 from megalite.train.history import ENDS, EVENTS, METRICS, read_events, read_metrics
 from megalite.train.run_log import RunLog
-from megalite.train.sample import Prompt, prompts_of
 from megalite.train.saving import Progress, SavedState, is_rounded, state_bytes, training_pieces
 
 

@@ -12,8 +12,7 @@ from megalite.config.schema import Config, ModelConfig, OptimizerConfig
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES
-from megalite.train.build import build_training
-from megalite.train.device_settings import derive_device
+from megalite.train.build import build_training, derive_device
 from megalite.train.saving import state_bytes, training_pieces
 
 

@@ -18,8 +18,7 @@ from megalite.config.schema import Config, ModelConfig
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
 from megalite.model.parameters import gpt_parameters
-from megalite.train.build import build_training
-from megalite.train.device_settings import derive_device
+from megalite.train.build import build_training, derive_device
 from megalite.train.saving import training_pieces
 from tests.checkpoint.samples import SINGLE, blank, cut, equal, no_report, values, whole
 from tests.ranks import run_ranks

@@ -29,8 +29,7 @@ from megalite.layout.parameters import shard_of
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.parameters import gpt_parameters
 from megalite.pipeline.schedules import SCHEDULES, build_schedule
-from megalite.train.build import needs_of
-from megalite.train.device_settings import precision_problems
+from megalite.train.build import needs_of, precision_problems
 from tests.config.refusal import refusal, settings
 from tests.config.test_rules import problems_of
 

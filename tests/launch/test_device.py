@@ -36,8 +36,7 @@ from megalite.launch.device import (
 )
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.host import usable_cores
-from megalite.train.build import open_context
-from megalite.train.device_settings import cuda_problems
+from megalite.train.build import cuda_problems, open_context
 
 SINGLE = ProcessEnvironment()
 EIGHT_LOCAL_RANKS = ProcessEnvironment(5, 16, None, 8, "host", 1, "env")

@@ -23,9 +23,8 @@ from megalite.launch.context import ParallelContext
 from megalite.layout.sequence import CpShard, Tile
 from megalite.model.gpt import GPT
 from megalite.prepare.prepare import prepare
-from megalite.train.build import build_training, data_share, fill_with_start_values, needs_of
-from megalite.train.device_settings import derive_device
-from megalite.train.sample import sample
+from megalite.train.build import build_training, data_share, derive_device, fill_with_start_values, needs_of
+from megalite.train.evaluate import sample
 from megalite.train.step import TrainStep
 from tests.layouts import matrix, mutants
 from tests.layouts.matrix import DROPPED, FOUR, FULL, RAGGED, SELECTIVE, Row, Workplace, row

@@ -15,8 +15,7 @@ from megalite.data.open import open_data
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.prepare.prepare import prepare
-from megalite.train.build import build_training, data_share, fill_with_start_values, needs_of
-from megalite.train.device_settings import derive_device
+from megalite.train.build import build_training, data_share, derive_device, fill_with_start_values, needs_of
 from megalite.train.evaluate import Sums, ValidationMetrics, evaluate
 from tests.layouts.training import small_config
 from tests.ranks import run_ranks

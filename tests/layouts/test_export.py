@@ -17,8 +17,7 @@ from megalite.hf.import_model import import_model
 from megalite.hf.saved_model import open_model
 from megalite.launch.context import ParallelContext
 from megalite.prepare.prepare import prepare
-from megalite.train.build import build_training, fill_with_imported_values
-from megalite.train.device_settings import derive_device
+from megalite.train.build import build_training, derive_device, fill_with_imported_values
 from megalite.train.saving import owned_pieces
 from tests.checkpoint.samples import index_of
 from tests.layouts.matrix import FEW, FOUR, Row, Workplace, row, train_row

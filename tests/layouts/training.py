@@ -24,8 +24,7 @@ from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.optimizer import slices_of
 from megalite.optim.schedule import learning_rate
 from megalite.prepare.prepare import prepare
-from megalite.train.build import build_training, data_share, fill_with_start_values
-from megalite.train.device_settings import derive_device
+from megalite.train.build import build_training, data_share, derive_device, fill_with_start_values
 from megalite.train.evaluate import ValidationMetrics, evaluate
 from megalite.train.saving import owned_pieces, training_pieces
 from megalite.train.step import TrainStep

@@ -19,8 +19,7 @@ from megalite.moe.dispatch import ExpertRanks
 from megalite.moe.experts import ExpertMatrix, Experts
 from megalite.moe.layer import MoELayer
 from megalite.moe.router import Router
-from megalite.train.build import build_training
-from megalite.train.device_settings import derive_device
+from megalite.train.build import build_training, derive_device
 from tests.model.small import random_batch, training_config
 from tests.moe.loop import masks_of
 from tests.optim.allocations import allocations_of

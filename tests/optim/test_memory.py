@@ -32,8 +32,7 @@ from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.memory import StateBytes, bytes_of_element, bytes_of_rank
 from megalite.optim.optimizer import slices_of
 from megalite.train import step as step_module
-from megalite.train.build import Training, build_training
-from megalite.train.device_settings import derive_device
+from megalite.train.build import Training, build_training, derive_device
 from megalite.train.step import TrainStep
 from tests.optim.allocations import allocations_of
 from tests.ranks import run_ranks

@@ -28,7 +28,7 @@ from megalite.pipeline.transfers import Direction, Instruction, Transfer, Wait, 
 from megalite.tensor_parallel.deferred import Later
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.train.evaluate import evaluate as evaluate_batches
-from megalite.train.sample import sample
+from megalite.train.evaluate import sample
 from tests.model.small import gpt
 from tests.pipeline.stages import microbatches, run_pipeline, stages_config, started
 

@@ -10,10 +10,10 @@ from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import GPT
 from megalite.optim.adamw import FlatAdamW
-from megalite.train import clock as clock_module
+from megalite.train import metrics as metrics_module
 from megalite.train.build import build_training, fill_with_start_values, needs_of
-from megalite.train.clock import StepClock
 from megalite.train.history import STEP_PARTS
+from megalite.train.metrics import StepClock
 from megalite.train.step import TrainStep
 from tests.optim.small_model import masked_batches, small_config
 from tests.ranks import run_ranks
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def seconds(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, as its only element."""
     now = [100.0]
-    monkeypatch.setattr(clock_module, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(metrics_module, "perf_counter", lambda: now[0])
     return now
 
 

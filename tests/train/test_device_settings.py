@@ -14,8 +14,8 @@ from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.tensor_parallel import shared_memory
 from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.train import device_settings
-from megalite.train.device_settings import derive_device
+from megalite.train import build
+from megalite.train.build import derive_device
 from tests.model.small import small
 from tests.ranks import run_ranks
 
@@ -58,8 +58,8 @@ def chosen(context: ParallelContext, asked: bool | None, far: int | None, fails:
         return "no NVLink" if group.index == fails else ""
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(device_settings, "no_shared_memory", lambda *_: "far" if context.rank == far else "")
-        patch.setattr(device_settings, "why_products_cannot_send", why)
+        patch.setattr(build, "no_shared_memory", lambda *_: "far" if context.rank == far else "")
+        patch.setattr(build, "why_products_cannot_send", why)
         config = Config(model=small(), parallel=ParallelConfig(tp=2, async_tp=asked), train=TrainConfig(compile=True))
         ready = derive(config, 2)
         try:

@@ -14,9 +14,9 @@ from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.prepare.prepare import prepare
-from megalite.train import sample as sample_module
+from megalite.train import evaluate as evaluate_module
+from megalite.train.evaluate import prompts_of, sample
 from megalite.train.history import read_events
-from megalite.train.sample import prompts_of, sample
 from tests.pipeline.stages import stages_config, started
 from tests.train.runs import outcome, state_bytes
 from tests.train.test_run import STEPS, config_for, losses, run_on, start
@@ -41,7 +41,7 @@ def test_a_text_does_not_depend_on_what_is_sampled_beside_it_nor_on_the_shape_of
 
 
 def test_the_next_token_is_drawn_from_what_the_model_says_after_the_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sample_module, "TOP_K", 1)
+    monkeypatch.setattr(evaluate_module, "TOP_K", 1)
     context, config = ParallelContext(dtype=torch.float64), stages_config(1, num_layers=2, position="rope")
     (model,) = started(context, config).chunks
     for prompt, (token, *_) in zip(PROMPTS, texts(PROMPTS, seq_length=1000, rows=3), strict=True):
@@ -51,8 +51,8 @@ def test_the_next_token_is_drawn_from_what_the_model_says_after_the_prompt(monke
 
 def test_a_window_is_as_short_as_it_may_be_unless_one_shape_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[int, ...]] = []
-    batch = sample_module.unscored
-    monkeypatch.setattr(sample_module, "unscored", lambda window: seen.append(tuple(window.shape)) or batch(window))
+    batch = evaluate_module.unscored
+    monkeypatch.setattr(evaluate_module, "unscored", lambda window: seen.append(tuple(window.shape)) or batch(window))
     texts(PROMPTS, seq_length=1000)
     assert {*seen} == {(3, 64)}
     seen.clear()
@@ -75,7 +75,7 @@ def test_samples_are_written_on_the_way_and_at_the_end_and_change_nothing(
     assert "the model writes" not in capsys.readouterr().out
     assert sampled(tmp_path / "plain") == {}
     assert start(config_for(text, tmp_path / "sampling", **SAMPLING)) == 0
-    assert capsys.readouterr().out.count("the model writes") == 2 * 2 + 1  # after two steps, and at the end
+    assert capsys.readouterr().out.count("the model writes") == 2 * 3  # after two steps, and at the end
     assert {*sampled(tmp_path / "sampling")} == {(step, prompt) for step in (5, 10, 12) for prompt in ("tree ", "")}
     assert losses(tmp_path / "sampling") == losses(tmp_path / "plain")
     assert state_bytes(tmp_path / "sampling", STEPS) == state_bytes(tmp_path / "plain", STEPS)
@@ -129,6 +129,6 @@ def test_prompts_that_the_tokenizer_does_not_know_are_refused_before_anything_is
         start(replace(config, tokenizer="char"))
     message = str(refused.value)
     assert "2 problems" in message
-    for words in ("train.sample_prompts='ça'", "holds 'ç'", "train.sample_prompts='123'", "tokenizer=byte"):
+    for words in ("train.sample_prompts='ça'", "has no token for 'ç'", "train.sample_prompts='123'", "tokenizer=byte"):
         assert words in message
     assert not (tmp_path / "run").exists()

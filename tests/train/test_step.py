@@ -15,8 +15,7 @@ from megalite.launch.context import ParallelContext
 from megalite.model.init import start_values
 from megalite.model.parameters import gpt_parameters
 from megalite.optim.gradients import gradient_norm
-from megalite.train.build import build_training, fill_with_start_values
-from megalite.train.device_settings import derive_device
+from megalite.train.build import build_training, derive_device, fill_with_start_values
 from megalite.train.step import TrainStep
 from tests.kernels import plain_expert_rows
 from tests.optim.small_model import masked_batches, small_config
