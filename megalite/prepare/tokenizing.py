@@ -64,7 +64,9 @@ def tokenize_shards(
         results = [team.submit(_work, job, folder) for job in jobs]
         for done in as_completed(results):
             count(*done.result())
-    except BrokenProcessPool as error:
+    except (BrokenProcessPool, OSError) as error:
+        if isinstance(error, OSError) and error.errno:  # a disk's; a pool that breaks as it is handed work has none
+            raise
         raise RuntimeError("a tokenizing process was ended (out of memory?)") from error
     finally:
         sys.modules["__main__"] = main

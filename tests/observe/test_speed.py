@@ -8,7 +8,7 @@ import pytest
 from megalite.observe import readable
 from megalite.observe.report.page import render
 from megalite.observe.run_data import read_run
-from megalite.train import clock
+from megalite.train import metrics
 from megalite.train.history import read_metrics
 from tests.train.runs import write_text
 from tests.train.test_run import config_for, start
@@ -29,7 +29,7 @@ def test_terminal_report_comparison_and_metrics_have_the_same_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With lines of every third step, evaluations in between, and a resume."""
-    monkeypatch.setattr(clock, "perf_counter", Clock().perf_counter)
+    monkeypatch.setattr(metrics, "perf_counter", Clock().perf_counter)
     config = config_for(write_text(tmp_path / "text.txt"), tmp_path / "run", log_interval=3)
     assert start(replace(config, train=replace(config.train, steps=7))) == 0
     capsys.readouterr()
