@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SECONDS, RIGHT_S = 280.0, 110.0  # of the whole, and of what is right
 QUERY = "clocks.sm,clocks.mem,temperature.gpu,power.draw,driver_version"
 NEEDED = (  # to import, and to run the tests
-    *("torch", "transformers", "tokenizers", "safetensors", "numpy", "pandas", "pyarrow", "PyYAML", "rich", "Jinja2"),
+    *("torch", "transformers", "tokenizers", "safetensors", "numpy", "pandas", "pyarrow", "PyYAML", "Jinja2"),
     *("hydra-core", "omegaconf", "antlr4-python3-runtime", "datasets", "dill", "multiprocess", "xxhash", "fsspec"),
     *("pytest", "pytest-xdist", "hypothesis"),
 )

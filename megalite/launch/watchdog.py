@@ -194,7 +194,7 @@ def summary(words: Mapping[int, Mapping[str, Any]]) -> list[str]:
 
 
 def _lines(frame: FrameType) -> list[str]:
-    """`megalite/train/loop.py:120 _launch`, innermost last. Reads no source files: their disk may be what hangs."""
+    """`megalite/train/loop.py:120 launch`, innermost last. Reads no source files: their disk may be what hangs."""
     frames = [(each.f_code, line) for each, line in traceback.walk_stack(frame)]
     return [f"{code.co_filename.removeprefix(ROOT)}:{line} {code.co_name}" for code, line in reversed(frames)]
 

@@ -129,9 +129,10 @@ def _passes(activation: Activation) -> Passes:
 
 @cache
 def _compiled_passes(activation: Activation) -> Passes:
-    """On CUDA one kernel each. A number of rows that differs from step to step is compiled twice."""
+    """On CUDA one kernel each. A number of rows that differs from step to step is compiled twice; beyond the compiler's
+    limit of variants they run as they are."""
     forward, backward = _passes(activation)
-    return Passes(torch.compile(forward, fullgraph=True), torch.compile(backward, fullgraph=True))
+    return Passes(torch.compile(forward), torch.compile(backward))
 
 
 def _scaled(activation: Activation, before: Tensor, weights: Tensor) -> Tensor:
