@@ -7,7 +7,7 @@ units of its axis. No torch import.
 """
 
 from dataclasses import replace
-from math import lcm, sqrt
+from math import gcd, lcm, sqrt
 from typing import Any, NamedTuple
 
 from megalite.config.derive import derive
@@ -52,6 +52,7 @@ def shrink(config: Config, world_size: int) -> Shrunk:
     """`config` is checked and derived for `world_size` ranks; so is the small one."""
     asked, rules = layout_of(config, world_size), config.optimizer
     run = _smaller(config, asked)
+    instances = gcd(rules.instances, run.dp * run.cp)
     kept: dict[str, Any] = {part: {name: getattr(getattr(config, part), name) for name in KEPT[part]} for part in KEPT}
     plain = Config(
         device="cpu",
@@ -61,7 +62,13 @@ def shrink(config: Config, world_size: int) -> Shrunk:
         model=config.model,
         parallel=ParallelConfig(**{axis: getattr(run, axis) for axis in AXES}, **kept["parallel"]),
         train=TrainConfig(5, eval_interval=0, check_replicas_every=0, sample_tokens=0, compile=False, **kept["train"]),
-        optimizer=replace(rules, lr=min(rules.lr, 1e-2), eps=max(rules.eps, EPS), clip_grad=min(rules.clip_grad, CLIP)),
+        optimizer=replace(
+            rules,
+            lr=min(rules.lr, 1e-2),
+            eps=max(rules.eps, EPS),
+            clip_grad=min(rules.clip_grad, CLIP),
+            instances=instances,
+        ),
         lr=LearningRateConfig(**kept["lr"]),
         data=DataConfig(**kept["data"]),
         checkpoint=CheckpointConfig(1, 5),

@@ -269,6 +269,7 @@ def features(config: Config, world_size: int) -> dict[str, Any]:
         "chunked loss": model.loss_chunk_tokens is not None,
         "layers recomputed": train.recompute_layers is not None,
         "clipping": config.optimizer.clip_grad > 0,
+        "copies of the state": config.optimizer.instances > 1,
         "experts": [model.moe.num_experts, model.moe.top_k, model.moe.num_groups],
         "layers without experts": 0 < len(model.expert_layers) < model.num_layers,
         "axes of experts": [axes.ep > 1, (axes.etp or 1) > 1],
@@ -287,6 +288,7 @@ ASKED: list[tuple[int, str]] = [
     (8, "model=gpt2 parallel.tp=4 train.recompute=full train.recompute_layers=2"),
     (64, "model=llama3_8b parallel.tp=8 train.global_batch_size=64 model.loss_chunk_tokens=64"),
     (128, "model=gpt3_175b parallel.tp=8 parallel.pp=8 train.global_batch_size=64"),
+    (64, "model=llama3_8b parallel.tp=4 optimizer.instances=4 train.global_batch_size=64"),
     (32, "model=llama3_70b parallel.tp=16 train.global_batch_size=8"),  # ranks share key-value heads
     (4, "model.num_attention_heads=8 model.num_key_value_heads=2 parallel.tp=4"),
     (2, "model.vocab_size=5003 model.vocab_multiple=7 parallel.tp=2"),
