@@ -33,8 +33,8 @@ EPS, CLIP = 1e-8, 0.05  # a smaller eps makes steps of rounding; small models ha
 AXES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 VOCABULARIES = {"byte": 257, "char": 65}  # unless model.vocab_size is set; of other tokenizers 50,257
 KEPT = {  # settings as the user has them, beside those of the model and the optimizer
-    "parallel": ("order", "schedule", "sequence_parallel", "async_tp"),
-    "train": ("label_smoothing", "z_loss", "recompute", "recompute_modules", "attention"),
+    "parallel": ("order", "schedule", "sequence_parallel"),
+    "train": ("label_smoothing", "z_loss", "recompute", "recompute_modules"),
     "data": ("cross_document_attention", "mask_end_of_document"),
     "lr": ("schedule",),
 }
@@ -52,7 +52,6 @@ def shrink(config: Config, world_size: int) -> Shrunk:
     """`config` is checked and derived for `world_size` ranks; so is the small one."""
     asked, rules = layout_of(config, world_size), config.optimizer
     run = _smaller(config, asked)
-    instances = gcd(rules.instances, run.dp * run.cp)
     kept: dict[str, Any] = {part: {name: getattr(getattr(config, part), name) for name in KEPT[part]} for part in KEPT}
     plain = Config(
         device="cpu",
@@ -67,7 +66,10 @@ def shrink(config: Config, world_size: int) -> Shrunk:
             lr=min(rules.lr, 1e-2),
             eps=max(rules.eps, EPS),
             clip_grad=min(rules.clip_grad, CLIP),
-            instances=instances,
+            instances=gcd(rules.instances, run.dp * run.cp),
+            gradient_dtype="fp32",  # with precision=fp64 these are fp64
+            communication_dtype="fp32",
+            moment_dtype="fp32",
         ),
         lr=LearningRateConfig(**kept["lr"]),
         data=DataConfig(**kept["data"]),

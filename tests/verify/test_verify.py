@@ -323,6 +323,22 @@ ASKED: list[tuple[int, str]] = [
 ]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "precision=bf16 optimizer.gradient_dtype=bf16",
+        "optimizer.communication_dtype=bf16 optimizer.moment_dtype=bf16 precision=bf16",
+        "train.attention=flex",
+        "precision=bf16 train.attention=fa4",
+        "precision=bf16 parallel.async_tp=true train.compile=true parallel.tp=2",
+    ],
+)
+def test_settings_of_gpus_and_short_numbers_are_shrunk_away(words: str) -> None:
+    config = load_config(f"device=cuda {words}".split(), 4)
+    small, layout, _ = shrink(config, 4)
+    assert not check(small, layout.world_size)
+
+
 @pytest.mark.parametrize(("world_size", "words"), ASKED)
 def test_shrinking_keeps_every_feature(world_size: int, words: str) -> None:
     config = load_config(words.split(), world_size)
