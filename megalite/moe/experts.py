@@ -130,9 +130,9 @@ def _passes(activation: Activation) -> Passes:
 @cache
 def _compiled_passes(activation: Activation) -> Passes:
     """On CUDA one kernel each. A number of rows that differs from step to step is compiled twice; beyond the compiler's
-    limit of variants they run as they are."""
-    forward, backward = _passes(activation)
-    return Passes(torch.compile(forward), torch.compile(backward))
+    limit of variants they run as they are. That limit is one for all partial functions, so these are not compiled."""
+    forward, backward = torch.compile(_scaled), torch.compile(_scaled_backward)
+    return Passes(partial(forward, activation), partial(backward, activation))
 
 
 def _scaled(activation: Activation, before: Tensor, weights: Tensor) -> Tensor:
