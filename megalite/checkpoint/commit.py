@@ -64,8 +64,8 @@ def publish(temporary: Path, step: int) -> None:
 
 
 def retire(folder: Path, step: int, keep: int, *, good_before: int = 0) -> None:
-    """Delete the checkpoints before the just completed `step` but the newest `keep` - 1 of them, and never the newest
-    of those before `good_before`. What cannot be deleted costs space, nothing else: the next save tries again."""
+    """Keep `step`, the newest `keep` - 1 checkpoints before it and the newest one before step `good_before`; delete the
+    older ones. What cannot be deleted costs space, nothing else: the next save tries again."""
     older = [(at, path) for at, path in committed(folder) if at < step]
     good = next((path for at, path in older if at < good_before), None)
     with contextlib.suppress(OSError):

@@ -6,8 +6,8 @@ other speaks over a connection of its own to the store where the ranks met. The 
 roll there; all ranks that can answer leave what they do and where their code stands; one writes the report; all end.
 If all ranks answer from slow phases (a save, start-up), they go on.
 
-Nothing that may hang itself (the store, a disk, stderr) keeps a rank from ending REPORT_S + WRITE_S after its patience.
-A process that was stopped as a whole (a suspended job, a laptop's lid) has not waited meanwhile.
+Also where the store, a disk or stderr hangs, a rank ends at most REPORT_S + WRITE_S after its time-out. Time in which
+the whole process was stopped (a suspended job, a laptop's lid) does not count.
 """
 
 import faulthandler

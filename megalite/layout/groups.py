@@ -49,7 +49,8 @@ class GroupNeeds:
 
     `kv_heads`: None, or the model's key-value heads (fewer than tp: ranks share one). `optimizer_instances`: the
     optimizer's state is sharded inside each of so many slices of dp x cp (of experts, edp) and repeated across them.
-    `context_ring`: of cp = ring x alltoall ranks, how many pass keys round; neighbours exchange heads.
+    `context_ring`: the ring's part of cp = ring x alltoall. Its ranks pass keys and values round; the others,
+    neighbours, exchange heads.
     `background_saving`: checkpoints are written behind training. That sizes divide is a config rule.
     """
 

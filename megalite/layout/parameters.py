@@ -24,9 +24,9 @@ class Split:
     """Cuts `dim` into one contiguous slice per rank of the axis, in order of rank.
 
     Slices are equal; with `uneven`, slice i of t is [i * n // t, (i + 1) * n // t). With `replicated`, the axis may
-    have more ranks than the dim has entries: consecutive ranks then share an entry. They split its next dim, except the
-    last `replicated` entries: each rank holds those and computes a partial gradient for them. So grouped queries are
-    divided, and their one key and value copied.
+    have more ranks than the dim has entries: neighbouring ranks then share an entry. They divide its next dim but for
+    the last `replicated` entries, which each of them holds whole, with a partial gradient. So the queries of a group
+    are divided, and its one key and value copied.
     """
 
     dim: int

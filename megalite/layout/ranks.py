@@ -21,8 +21,8 @@ def strides_of(order: str, sizes: Mapping[str, int], axes: Sequence[str]) -> dic
     """The distance in ranks between neighbours along each of the dense or the experts' `axes`. Axes that `order` leaves
     out follow at the end.
 
-    A pipeline is an arithmetic sequence of ranks, and in both numberings one starts at the first rank: the pipelines
-    are the same where the strides of pp are.
+    A pipeline is ranks r, r + stride, r + 2 stride and so on. The dense and the experts' numbering have the same
+    pipelines exactly if their strides of pp are equal.
     """
     strides, distance = {}, 1
     for place in dict.fromkeys([*order.split("-"), *DEFAULT_ORDER.split("-")]):

@@ -1,10 +1,10 @@
 """The head and the cross entropy as one function that never holds fp32 logits of all tokens.
 
-Invariant: tokens are taken in chunks; the logits of one chunk (of two where ranks share the vocabulary) exist in the
-compute dtype, and a piece of them at a time in fp32. Maximum, sum of exponentials, loss and probabilities are fp32
-(fp64 in fp64) whatever the compute dtype. Where gradients are wanted they are taken chunk by chunk in the forward pass,
-from the logits at hand, so that nothing as large as logits waits for backward. The padding of the vocabulary has
-probability zero and a gradient of exactly zero.
+Invariant: tokens are taken in chunks. The logits of one chunk exist at a time, in the compute dtype (of two where ranks
+share the vocabulary, whose exchanges overlap), and only a small piece of them in fp32. Maximum, sum of exponentials,
+loss and probabilities are fp32 (fp64 in fp64) whatever the compute dtype. Where gradients are wanted they are taken
+chunk by chunk in the forward pass, from the logits at hand, so that nothing as large as logits waits for backward. The
+padding of the vocabulary has probability zero and a gradient of exactly zero.
 """
 
 from collections.abc import Callable, Iterator

@@ -3,10 +3,10 @@
 Several ranks of one model hold some parameters alike, but each computes only a part of their gradient: norms and biases
 under sequence parallelism, norms over queries and keys, key-value heads that several ranks share (`Split.replicated`),
 and a tied embedding, of which the first and the last stage of a pipeline each see one use. Their records
-(layout/parameters.py) name the groups to sum over. zero.py has summed over data-parallel ranks before; then
-one all-reduce for each group sums all of its parts. All ranks of a group own the same slice: to keep it so, vocabulary
-tables, which may be uneven or tied, have buckets of their own. On one stage nothing is left to sum for a tied
-embedding: both of its uses add to one main gradient.
+(layout/parameters.py) name the groups to sum over. zero.py has summed over data-parallel ranks before; then one
+all-reduce for each group sums all of its parts. That takes the same slice of a bucket on all ranks of a group.
+Vocabulary tables may differ in size between ranks, so they have buckets of their own, and others do not shift. On one
+stage nothing is left to sum for a tied embedding: both of its uses add to one main gradient.
 """
 
 from collections.abc import Mapping, Sequence

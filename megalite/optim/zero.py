@@ -14,8 +14,8 @@ owns an equal slice of every bucket (layout/buffer_layout.py); a bucket travels 
     ready 0 | ready 1 | ready 2      update own slices      wait N | block 0 | wait N-1 | block 1
     scatter 0 > scatter 1 > scatter 2 > replicas > partial sums > clip > update > gather N > gather N-1 > ...
 
-Ranks of a group must start transfers in one order, also where a parameter is not used on one of them: a bucket waits
-for all buckets before it, and what backward did not start is started at its end.
+All ranks of a group start transfers in the order of the buckets: a bucket that is ready waits for those before it.
+Where a parameter had no gradient on some rank, its bucket is sent in `finish`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

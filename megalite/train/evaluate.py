@@ -51,7 +51,7 @@ class Sums:
     """Loss, tokens and bytes, added up on the device; nothing waits for it before `metrics`."""
 
     def __init__(self, bytes_of_ids: IntArray | None, device: torch.device) -> None:
-        """`bytes_of_ids`: by token [vocab] (data/token_bytes.py); None where not known."""
+        """`bytes_of_ids`: by token [vocab] (data/tokenizers.py); None where not known."""
         self._bytes = None if bytes_of_ids is None else torch.from_numpy(bytes_of_ids).to(device)
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)  # what ranks sum
 

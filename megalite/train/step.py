@@ -150,8 +150,8 @@ class TrainStep:
         if self._clip_grad > 0:
             divisor = divisor * ((norm + CLIP_EPSILON) / self._clip_grad).clamp(min=1)
 
-        # The optimizer updates this rank's slices, after the previous all-gather has finished, including the parameters
-        # that forward did not use.
+        # Forward has waited only for the parameters that it used. The rest of the previous all-gather must be there
+        # before this rank's slices are updated.
         training.gather.finish()
         self._lr.fill_(lr)
         training.optimizer.step(self._lr, divisor=divisor, skip=skipped.to(torch.float32))
