@@ -48,6 +48,7 @@ from megalite.observe.screens import print_lines
 from megalite.train.history import read_metrics
 
 MOST_NAMED = 4  # settings in the name of a folder
+MOST_POINTS = 10_000  # of a grid
 
 
 def sweep(arguments: Namespace) -> int:
@@ -101,8 +102,12 @@ def points_of(words: Sequence[str], loader: ConfigLoader | None = None) -> list[
     """The overrides of each point of the basic sweeper, in its order. `loader` knows the choices of `model=glob(*)`."""
     choices = []
     for override in OverridesParser.create(loader).parse_overrides([*words]):
-        values = override.sweep_string_iterator() if override.is_sweep_override() else []
+        found = override.sweep_string_iterator() if override.is_sweep_override() else []
+        values = itertools.islice(found, MOST_POINTS + 1)  # a range may have billions
         choices.append([f"{override.get_key_element()}={value}" for value in values] or [override.input_line or ""])
+    if math.prod(map(len, choices)) > MOST_POINTS:
+        rule, hint = f"a grid of more than {MOST_POINTS:,} points", "fewer values, or a sweeper that chooses"
+        raise UserError(Problem("--multirun", NO_VALUE, rule, hint))
     return [list(point) for point in itertools.product(*choices)]
 
 
@@ -151,7 +156,7 @@ def _stop_file(folder: Path) -> Iterator[None]:
 def _report(folder: Path) -> int:
     """Says what became of the points and draws a page that compares them; the exit status."""
     paths = sorted(folder.rglob(POINT.usual), key=lambda path: (len(str(path)), path))
-    records = {path.parent.name: read_object(path) for path in paths}
+    records = {str(path.parent.relative_to(folder)): read_object(path) for path in paths}
     for name, record in records.items():
         loss = "" if record["val_loss"] is None else f", validation loss {record['val_loss']:.4f}"
         print_lines([f"{name}: {record['status']}{loss}; {record['run_dir']}"])

@@ -78,7 +78,10 @@ def _stored_tensors(folder: Path, prefix: str) -> Stored:
         raise UserError(Problem(SETTING, str(adapter), rule, "merge it (merge_and_unload), and save_pretrained"))
     index, names = folder / "model.safetensors.index.json", {"model.safetensors"}
     if index.exists() and not (folder / "model.safetensors").exists():
-        names = {Path(str(name)).name for name in dict(read_object(index).get("weight_map") or {}).values()}
+        parts = read_object(index).get("weight_map")
+        if not isinstance(parts, dict):
+            raise UserError(folder_problem(index, "must be an index of safetensors files"))
+        names = {Path(str(name)).name for name in parts.values()}
     stored: Stored = {}
     for path in (folder / name for name in sorted(names)):
         try:

@@ -59,7 +59,7 @@ def sweep(place: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFix
 
 
 def records(place: Path) -> list[dict[str, object]]:
-    return [json.loads(path.read_text()) for path in sorted(place.glob("sweep/*/point.json"))]
+    return [json.loads(path.read_text()) for path in sorted(place.glob("sweep/**/point.json"))]
 
 
 def losses(run: object) -> list[float]:
@@ -111,8 +111,10 @@ def test_what_a_sweep_keeps_is_its_user_s_alone(place: Path, sweep: Sweep) -> No
 
 
 def test_a_point_that_fails_does_not_lose_the_others(place: Path, sweep: Sweep) -> None:
-    (place / "b.txt").write_bytes(b"\xff\xfe no text" * 400)  # which is known only once it is read
-    told = sweep("data.path=b.txt,a.txt", status=1)
+    (place / "b").mkdir()
+    (place / "a.txt").rename(place / "b" / "a.txt")
+    (place / "a.txt").write_bytes(b"\xff\xfe no text" * 400)  # which is known only once it is read
+    told = sweep("data.path=./a.txt,b/a.txt", status=1)
     assert "megalite: refused" in told
     found = sorted((str(record["status"]), record["val_loss"] is None) for record in records(place))
     assert found == [("failed", True), ("trained", False)]
@@ -137,6 +139,7 @@ def test_a_point_without_a_run_is_not_compared(place: Path, capsys: pytest.Captu
         (["seed=1,2", "train.seq_length=[1,{a:1}]"], ["train.seq_length=[1, {'a': 1}]"]),
         (["seed=1,2", "hydra/launcher=rq"], ["hydra/launcher/rq", "docs/sweeps.md"]),
         (["optimizer.lr=interval(1e-4,1e-3)"], ["--multirun", "INTERVAL"]),
+        (["seed=range(1,9000000000)", "train.steps=1,2"], ["a grid of more than 10,000 points"]),
         (["hydra.sweep.dir=a.txt"], ["/a.txt:", "File exists", "another hydra.sweep.dir"]),
     ],
 )

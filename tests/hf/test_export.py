@@ -185,6 +185,7 @@ def test_the_length_told_of_yarn_is_the_stretched_one(changes: dict[str, Any], l
             ["llama has model.norm=rmsnorm", "qwen3 has model.norm=rmsnorm, model.qk_norm"],
         ),
         ("llama", {"position": "learned"}, ["llama has model.position=rope"]),
+        ("llama", {"hidden_size": 26, "head_size": 6}, ["llama has model.hidden_size=a multiple of 4"]),
         ("qwen3", {"bias": True}, ["qwen3 has model.bias=false", "llama has model.qk_norm=false"]),
         ("mixtral", {"moe": MoEConfig(4, 2, 20, score="sigmoid")}, ["mixtral has model.moe.score=softmax"]),
         (

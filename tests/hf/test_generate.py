@@ -171,6 +171,7 @@ class Unpickled:
         ({"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.C"}}, {"theirs.py": "RUN"}, "never run"),
         ({"auto_map": {"AutoModelForCausalLM": "theirs.M"}}, {"theirs.py": "RUN", "weights": ""}, "never loaded"),
         ({}, {"model.safetensors.index.json": '{"weight_map": {"a": "pytorch_model.bin"}}', "weights": ""}, "complete"),
+        ({}, {"model.safetensors.index.json": '{"weight_map": "abc"}', "weights": ""}, "must be an index"),
     ],
 )
 def test_nothing_is_unpickled_and_no_code_is_run(

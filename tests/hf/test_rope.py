@@ -97,5 +97,6 @@ def test_a_factor_of_one_is_no_scaling() -> None:
     found = LLAMA.settings(yarn_file(factor=1.0))
     assert found["rope_scaling_factor"] == 1.0
     assert "rope_scaling" not in found
-    told = [*LLAMA.beyond(yarn_file(factor=1.0, attention_factor=1.2))]
-    assert told == [("attention_factor", 1.2, "1 with factor=1")]
+    for keys in ({"factor": 1.0}, {"factor": None, "original_max_position_embeddings": 8192}):  # or counted as 1
+        told = [*LLAMA.beyond(yarn_file(**keys, attention_factor=1.2))]
+        assert told == [("attention_factor", 1.2, "1 with factor=1")]

@@ -21,5 +21,11 @@ class Llama(RotaryFamily):
             yield "attention_bias", not bias, rule
         yield from super().beyond(found)
 
+    def other_settings(self, settings: Settings) -> dict[str, Any]:
+        others, heads = super().other_settings(settings), settings["num_attention_heads"]
+        if settings["hidden_size"] % heads:  # transformers refuses to build it
+            others["hidden_size"] = f"a multiple of {heads}"
+        return others
+
 
 FAMILY = Llama()

@@ -83,7 +83,8 @@ class RotaryFamily(Family):
             yield "rope_type", rope["rope_type"], f"default, {', '.join(SCALINGS)}"
         if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
             yield "partial_rotary_factor", part, "1"
-        if rope.get("factor") == 1.0 and (scale := rope.get("attention_factor", 1.0)) != 1.0:
+        full = _yarn_in_full(rope, found) if rope["rope_type"] == "yarn" else rope
+        if full.get("factor") == 1.0 and (scale := rope.get("attention_factor", 1.0)) != 1.0:
             yield "attention_factor", scale, "1 with factor=1"
 
     def rope(self, found: Found) -> tuple[dict[str, Any], dict[str, str]]:
