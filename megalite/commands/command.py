@@ -1,6 +1,7 @@
 """What all commands but training have in common: options, overrides, what is shown, and how a refusal ends them."""
 
 import argparse
+import inspect
 import os
 import sys
 import threading
@@ -16,6 +17,7 @@ from megalite.observe.screens import print_lines
 from megalite.plan.picture import Picture, picture_problems, save_picture
 
 SILENCE_S = 8.0  # the longest time without a word
+ONE_OF = {"--world-size", "--dp"}
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
 
@@ -30,24 +32,28 @@ class Shown(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A function of its options and overrides, as a program. The docstring of its module is its help."""
+    """A function of its options and overrides, as a program. Its docstring, or that of its module, is the help. The
+    options in `ONE_OF` exclude each other."""
 
     function: Callable[[argparse.Namespace, list[str]], Shown]
     options: tuple[Option, ...]
 
     def parse(self, arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
         """The options, and the words that are none: overrides."""
-        about, kind = sys.modules[self.function.__module__].__doc__, argparse.RawDescriptionHelpFormatter
+        about = inspect.getdoc(self.function) or inspect.getdoc(sys.modules[self.function.__module__])
+        kind = argparse.RawDescriptionHelpFormatter
         parser = parser_of(description=about, formatter_class=kind, allow_abbrev=False)
+        has_both = {names[0] for names, _ in self.options} >= ONE_OF
+        one_of = parser.add_mutually_exclusive_group() if has_both else parser
         for names, settings in self.options:
-            parser.add_argument(*names, **settings)
+            (one_of if names[0] in ONE_OF else parser).add_argument(*names, **settings)
         parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} [OVERRIDES ...]"
         return parser.parse_known_args(arguments)
 
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
         """The exit status. All that is wrong is printed as one refusal, and nothing else is."""
         open_closed_streams()
-        name = self.function.__module__.rpartition(".")[2]
+        name = self.function.__name__
         try:
             options, overrides = self.parse(arguments)
             picture: Path | None = getattr(options, "picture", None)
@@ -97,7 +103,5 @@ def option(*names: str, **settings: Any) -> Option:
 
 COUNT: dict[str, Any] = {"type": number_from(1), "metavar": "N"}
 RANKS: dict[str, Any] = {"type": number_from(1, 2**20), "metavar": "N"}
-MODEL = option("model", type=Path, metavar="MODEL", help="a run folder, or a folder of a transformers model")
-STEP = option("--step", type=number_from(0), metavar="N", help="of a run's checkpoint (default: the newest)")
 WORLD_SIZE = option("--world-size", **RANKS, help="ranks of your job; data parallelism is the rest")
 PICTURE = option("--picture", type=Path, metavar="FILE", help="also draw it, to an .svg file")

@@ -5,7 +5,6 @@ evaluated whole, in windows that follow each other without overlap: of each of i
 predicted once.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 from itertools import chain
@@ -22,8 +21,7 @@ from megalite.data.open import OpenedData, TokenFiles, open_data
 from megalite.data.samples import SampleSource
 from megalite.errors.problems import Problem, UserError
 from megalite.hf.saved_model import SavedModel, open_model
-from megalite.launch.device import choose_device, name_of
-from megalite.launch.environment import read_environment
+from megalite.launch.device import name_of
 from megalite.train.evaluate import Sums
 
 READ = ("device", "precision")
@@ -56,11 +54,10 @@ def evaluate_saved(
     else:
         work = _other_data(saved, config, named, rows, max_tokens, prepare)
     done, opened, batches, description = work
-    device = choose_device(config.device, read_environment(os.environ))
-    model = saved.load(replace(done, precision=config.precision), device)
-    one = torch.ones((), dtype=torch.promote_types(model.dtype, torch.float32), device=device)
-    sums = Sums(opened.bytes_of_ids, device)
-    for batch in (batch.to(device) for batch in batches):
+    model = saved.load(replace(done, device=config.device, precision=config.precision))
+    one = torch.ones((), dtype=torch.promote_types(model.dtype, torch.float32), device=model.device)
+    sums = Sums(opened.bytes_of_ids, model.device)
+    for batch in (batch.to(model.device) for batch in batches):
         sums.add(model.loss(batch, one), [batch])
     found = sums.metrics()
     return {

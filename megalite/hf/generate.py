@@ -71,8 +71,8 @@ class KeptKeys:
 
 
 @torch.inference_mode()
-def generate(
-    saved: SavedModel, prompts: Sequence[str], config: Config, device: torch.device, sampling: Sampling
+def texts_of(
+    saved: SavedModel, prompts: Sequence[str], config: Config, sampling: Sampling
 ) -> Iterator[tuple[str, str]]:
     """Prompts with the texts that they begin. A text depends on `config.seed` and on no other prompt. All that is wrong
     is refused before the first text."""
@@ -81,7 +81,7 @@ def generate(
         raise UserError(Problem("model", str(saved.folder), rule, "put the tokenizer of its tokens there"))
     begun = collect_all(lambda prompt: read_prompt(saved, prompt), prompts)
     counts = collect_all(lambda ids: _new_tokens(saved, len(ids), sampling.max_new_tokens), begun)
-    ends, model = _ends_of(saved), saved.load(config, device)
+    ends, model = _ends_of(saved), saved.load(config)
     for prompt, ids, count in zip(prompts, begun, counts, strict=True):
         dice = torch.Generator().manual_seed(config.seed)
         for row in continued(model, torch.tensor([ids] * sampling.num_samples), count, sampling, dice, ends).tolist():

@@ -25,7 +25,8 @@ from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UserError, to_stderr
 from megalite.hf.import_model import import_model
 from megalite.launch.context import ParallelContext
-from megalite.launch.device import DTYPES, choose_precision
+from megalite.launch.device import DTYPES, choose_device, choose_precision
+from megalite.launch.environment import ProcessEnvironment
 from megalite.model.gpt import GPT
 from megalite.model.init import fill
 from megalite.model.parameters import gpt_parameters
@@ -70,11 +71,12 @@ class SavedModel:
     tokenizer: TextTokenizer | None
     run: RunCheckpoint | None  # None: a model of transformers
 
-    def load(self, config: Config, device: torch.device) -> GPT:
-        """The model with its weights, in evaluation mode; `config` says how it is computed. The precision is that of
-        `config`, or its own with auto."""
+    def load(self, config: Config) -> GPT:
+        """The model with its weights, in evaluation mode; `config` says how and where it is computed. The precision is
+        that of `config`, or its own with auto."""
         # Here names and shapes are checked: before there is memory for a model of any size that a file may tell.
         values = import_model(self.folder, self.config) if self.run is None else self.run.masters()
+        device = choose_device(config.device, ProcessEnvironment())
         dtype = choose_precision(self.precision if config.precision == "auto" else config.precision, device)
         config = replace(config, model=self.config, train=replace(config.train, compile=False, fp8=None))
         model = GPT(config, dtype=dtype, device=device)
