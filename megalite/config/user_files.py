@@ -54,10 +54,10 @@ def absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
-def read_bytes(path: Path, remedy: str = RESTORE, *, follow_links: bool = True) -> bytes:
+def read_bytes(path: Path, remedy: str = RESTORE) -> bytes:
     """The content of a regular file; UserError where it is missing, unreadable, a folder or a device."""
     with refusing(path, remedy):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW))
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):
                 raise ValueError("is not a regular file")
