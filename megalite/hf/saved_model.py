@@ -5,8 +5,8 @@ Reading takes no lock and renames nothing, so it may be done while the run goes 
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,22 +68,24 @@ class SavedModel:
     seq_length: int
     precision: str
     tokenizer_folder: Path | None  # what its token ids mean, if that is known
-    tokenizer: TextTokenizer | None
-    run: RunCheckpoint | None  # None: a model of transformers
+    run: RunCheckpoint | None = None  # None: a model of transformers
+
+    @cached_property
+    def tokenizer(self) -> TextTokenizer | None:
+        return load_tokenizer(self.tokenizer_folder) if self.tokenizer_folder else None
 
     def load(self, config: Config) -> GPT:
         """The model with its weights, in evaluation mode; `config` says how and where it is computed. The precision is
         that of `config`, or its own with auto."""
         # Here names and shapes are checked: before there is memory for a model of any size that a file may tell.
-        values = import_model(self.folder, self.config) if self.run is None else self.run.masters()
+        values = self.run.masters() if self.run else import_model(self.folder, self.config)
         device = choose_device(config.device, ProcessEnvironment())
         dtype = choose_precision(self.precision if config.precision == "auto" else config.precision, device)
         config = replace(config, model=self.config, train=replace(config.train, compile=False, fp8=None))
         model = GPT(config, dtype=dtype, device=device)
         fill(model, values)
-        if self.run is not None:
-            for name, value in Routers([model]).state():
-                value.copy_(self.run.read(name, tuple(value.shape)))
+        for name, value in Routers([model]).state() if self.run else ():
+            value.copy_(self.run.read(name, tuple(value.shape)))  # type: ignore[union-attr]
         return model.eval()
 
 
@@ -93,9 +95,8 @@ def open_model(folder: Path, step: int | None = None) -> SavedModel:
     if (folder / CHECKPOINTS).is_dir() or (folder / RUN).is_file():
         run = _open_run(folder, step)
         check_tokenizer(folder, run.state.tokenizer)
-        place: Path | None = folder / TOKENIZER if (folder / TOKENIZER).is_dir() else None
-        tokenizer, length = load_tokenizer(place) if place else None, run.config.train.seq_length
-        return SavedModel(folder, run.config.model, length, run.config.precision, place, tokenizer, run)
+        place = folder / TOKENIZER if (folder / TOKENIZER).is_dir() else None
+        return SavedModel(folder, run.config.model, run.config.train.seq_length, run.config.precision, place, run)
     if not (folder / "config.json").is_file():
         rule = "must be the folder of a run or of a transformers model (config.json); models are not downloaded"
         remedy = "name a run folder, or one that save_pretrained has written"
@@ -103,15 +104,14 @@ def open_model(folder: Path, step: int | None = None) -> SavedModel:
     if step is not None:
         raise UserError(Problem("step", step, "a model of transformers has no steps", "leave it out"))
     about = read_model_file(folder)
-    lengths = [about.get("n_positions"), about.get("max_position_embeddings")]
+    lengths = [LONGEST, about.get("n_positions"), about.get("max_position_embeddings")]
     if (path := folder / "tokenizer_config.json").is_file():  # a table of positions may be longer than what was trained
         lengths.append(read_object(path).get("model_max_length"))
-    length = min([LONGEST, *(length for length in lengths if isinstance(length, int) and length > 0)])
+    length = min(length for length in lengths if isinstance(length, int) and length > 0)
     saved_in = f"torch.{about.get('dtype') or about.get('torch_dtype')}"
     precision = next((name for name, dtype in DTYPES.items() if str(dtype) == saved_in), "auto")
-    place = folder if holds_tokenizer(folder) else None
-    tokenizer = load_tokenizer(folder) if place else None
-    return SavedModel(folder, derive_model(imported_model(folder), length), length, precision, place, tokenizer, None)
+    config = derive_model(imported_model(folder), length)
+    return SavedModel(folder, config, length, precision, folder if holds_tokenizer(folder) else None)
 
 
 def _open_run(run_dir: Path, step: int | None) -> RunCheckpoint:
@@ -122,7 +122,7 @@ def _open_run(run_dir: Path, step: int | None) -> RunCheckpoint:
         remedy = "name the folder of a training that has saved a checkpoint"
         raise UserError(Problem("model", str(run_dir), "it holds no checkpoint", remedy))
     state = SavedState.of(found)
-    settings: dict[str, Any] = leaves(state.config)
+    settings = leaves(state.config)
     if strange := sorted(name for name in settings.keys() - SETTINGS.keys() if name.startswith("model.")):
         rule = f"its model has settings that are not known here: {', '.join(strange)}"
         raise UserError(Problem("model", str(found.path), rule, "use the megalite that wrote it"))
