@@ -145,9 +145,7 @@ def test_transformers_computes_the_logits_that_we_do(family: str, changes: dict[
     assert largest_error(ours, logits, bound) <= 1
 
 
-def test_a_model_in_several_files_is_the_same_model(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_in_several_files_is_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
     config = small("llama")
