@@ -1,7 +1,6 @@
-"""What is done with a trained model: `megalite evaluate`, `generate` and `export`. See docs/huggingface.md.
+"""What is done with a run or a model of transformers: `megalite evaluate`, `generate`, `export` and `report`.
 
-MODEL is a run folder (its newest checkpoint, or --step) or a folder of a transformers model. Nothing is downloaded and
-no code that comes with a model is run. torch is imported once the words are known to be right.
+torch is imported once the words are known to be right.
 """
 
 import json
@@ -14,6 +13,7 @@ from megalite.config.arguments import number_from
 from megalite.config.compose import load_part
 from megalite.errors.problems import Problem, refuse
 from megalite.errors.words import plain
+from megalite.observe.report.write import write_report
 
 MODEL = option("model", type=Path, metavar="MODEL", help="a run folder, or a folder of a transformers model")
 STEP = option("--step", type=number_from(0), metavar="N", help="of a run's checkpoint (default: the newest)")
@@ -58,7 +58,7 @@ def evaluate(options: Namespace, overrides: list[str]) -> Shown:
     STEP,
 )
 def generate(options: Namespace, overrides: list[str]) -> Shown:
-    """Text from a model.
+    """Text from a model. Nothing is downloaded, and no code that comes with a model is run.
 
     python -m megalite generate runs/mine --prompt "def "
     python -m megalite generate exported --prompt "Once upon a time" --num-samples 3 --temperature 1 seed=7
@@ -110,3 +110,19 @@ def export(options: Namespace, overrides: list[str]) -> Shown:
     step = export_checkpoint(model, options.out, precision)
     without = "" if model.tokenizer else ", without a tokenizer: the run does not know the one that made its tokens"
     return Shown([f"{options.out}: {model.config.model.name} after step {step}{without}"])
+
+
+@command(
+    option("runs", nargs="+", type=Path, metavar="RUN_DIR", help="the folder of a run"),
+    option("--out", type=Path, metavar="FILE", help="where to (default: RUN_DIR/report.html)"),
+)
+def report(options: Namespace, overrides: list[str]) -> Shown:
+    """Draws the report of a run again, or compares several runs on common axes.
+
+    python -m megalite report runs/my-run
+    python -m megalite report runs/first runs/second --out comparison.html
+
+    One folder: its report.html. Several: comparison.html, here. The files are read as they are, also of a run that goes
+    on. Exit status: 0, or 2 refused.
+    """
+    return Shown([str(write_report([*options.runs, *map(Path, overrides)], options.out))])

@@ -1,11 +1,9 @@
 """`--multirun`: one training per point of a Hydra sweep, each a process (or torchrun) of its own.
 
-Hydra's sweepers choose the points and its launchers place them, as they are; what they call, here or on another
-machine, is `train_point`. Every point has its own run folder, named by what defines the training, so the same command
-continues all of them. Hydra's folder of the sweep gets a record per point and, at the end, a comparison of all.
-
-A file in that folder says that the sweep is to stop: what trains is asked to, as a scheduler asks, and what waits
-does not start. Nothing that goes wrong with one point is raised, so the others go on.
+Hydra's sweepers choose the points and its launchers place them; what they call, here or on another machine, is
+`train_point`. Hydra's folder of the sweep gets a record per point and, at the end, a comparison of all. A file in that
+folder says that the sweep is to stop: what trains is asked to, and what waits does not start. Nothing that goes wrong
+with one point is raised, so the others go on.
 Exit status: 0 all points trained or stopped on request, 1 some failed, 2 refused before anything started.
 """
 
@@ -58,8 +56,11 @@ def sweep(arguments: Namespace) -> int:
         hint = "start it without torchrun or srun; sweep.nproc_per_node=N gives every point N ranks"
         raise UserError(Problem("--multirun", NO_VALUE, f"is started once, not on each of {ranks} ranks", hint))
     words = arguments.overrides
-    fixed = [word for word in words if not _is_swept(word)]
-    folder, swept = _checked(arguments, fixed), names_of([word for word in words if word not in fixed])
+    parse, several = OverridesParser.create().parse_override, list[str]()
+    for word in words:
+        with suppress(HydraException):  # which the check tells
+            several += [word] if parse(word).is_sweep_override() else []
+    folder, swept = _checked(arguments, [word for word in words if word not in several]), names_of(several)
     own = [f"hydra.sweep.dir={as_override(str(folder))}"]
     if 0 < len(swept) <= MOST_NAMED and "hydra.sweep.subdir" not in names_of(words):
         own += ["hydra.sweep.subdir=${hydra.job.override_dirname}"]
@@ -108,12 +109,6 @@ def points_of(words: Sequence[str], loader: ConfigLoader | None = None) -> list[
     return [list(point) for point in product(*choices)]
 
 
-def _is_swept(word: str) -> bool:
-    with suppress(HydraException):
-        return OverridesParser.create().parse_override(word).is_sweep_override()
-    return False
-
-
 def _load(arguments: Namespace, ranks: int, words: Sequence[str]) -> Config:
     """The config of a point, which Hydra's own settings do not concern."""
     return load_config([*sources(arguments), *(word for word in words if "hydra" not in word.partition("=")[0])], ranks)
@@ -127,8 +122,8 @@ def _ranks(config: DictConfig) -> int:
 
 @contextmanager
 def _stop_file(folder: Path) -> Iterator[None]:
-    """Meanwhile a signal that asks to stop only writes a byte to a file in the folder of the sweep: each point sees it,
-    wherever it runs. What an earlier sweep has left there goes; UserError where others have files of these names."""
+    """Meanwhile a signal that asks to stop only writes a byte to a file, which each point sees wherever it runs. What
+    an earlier sweep has left in the folder goes; UserError where others have files of these names."""
     stop = folder / STOP.usual
 
     def ask(number: int, frame: FrameType | None) -> None:

@@ -79,8 +79,8 @@ def import_model(
         others |= {name: value for name, value in experts.items() if attrgetter(name)(config) != value}
     problems = []
     for name, value in others.items():
-        override, ours = f"model.{name}={yaml_value(value)}", attrgetter(name)(config)
-        problems.append(Problem(f"model.{name}", ours, f"is {value} in the model of {folder}", override))
+        setting, rule = f"model.{name}", f"is {value} in the model of {folder}"
+        problems.append(Problem(setting, attrgetter(name)(config), rule, f"{setting}={yaml_value(value)}"))
     refuse(problems)
     stored, wanted = _stored_tensors(folder, family.prefix), sources(family, config)
     refuse([*_misfits(folder, stored, wanted, ignored={HEAD} if config.tie_embeddings else set())][:MOST_NAMED])
@@ -121,39 +121,29 @@ def _forms(family: Family, config: ModelConfig) -> dict[str, Form]:
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_size
     rows, experts, qkv, block = config.vocab_size, config.moe.num_experts, "blocks.N.attention.qkv", "blocks.N"
     padding = padded_vocabulary(config) - rows
-
-    def per_head(fused: Tensor) -> Tensor:
-        """GPT-2's all queries, all keys, all values: [3 * heads * d, ...] -> [heads, 3, d, ...]"""
-        by_head: Tensor = fused.unflatten(0, (3, heads, d)).transpose(0, 1)
-        return by_head
-
-    def per_part(value: Tensor) -> Tensor:
-        return value.transpose(0, 1).flatten(0, 2)
-
-    def grouped(*parts: Tensor) -> Tensor:
-        """Queries [heads * d, ...], keys and values [groups * d, ...] -> [groups, heads of it + 2, d, ...]"""
-        return torch.cat([part.unflatten(0, (groups, -1, d)) for part in parts], dim=1)
-
-    def ungrouped(value: Tensor) -> tuple[Tensor, ...]:
-        return tuple(part.flatten(0, 2) for part in value.split((value.shape[1] - 2, 1, 1), dim=1))
-
-    def copied(*parts: Tensor) -> Tensor:
-        """One [h, ffn] to each expert, or two of [ffn, h] -> [experts, 2, ffn, h]"""
-        value = parts[0] if len(parts) == 1 else torch.stack(parts)
-        return value.expand(experts, *value.shape)
-
     # Tables in the file end with the vocabulary; the rows that round ours up are zero.
     vocabulary = Form(lambda table: F.pad(table, (0, 0, 0, padding)), lambda value: (value[:rows],))
     forms = {"embedding.word.weight": vocabulary, "head.weight": vocabulary}
     if family.conv1d:
+        by_head = Form(  # all queries, all keys, all values: [3 * heads * d, ...] <-> [heads, 3, d, ...]
+            lambda fused: fused.unflatten(0, (3, heads, d)).transpose(0, 1),
+            lambda value: (value.transpose(0, 1).flatten(0, 2),),
+        )
         forms |= {f"{block}.{name}.weight": TRANSPOSED for name in ("attention.out", "mlp.up", "mlp.down")}
-        forms[f"{qkv}.weight"] = Form(lambda fused: per_head(fused.t()), lambda value: (per_part(value).t(),))
-        return forms | {f"{qkv}.bias": Form(per_head, lambda value: (per_part(value),))}
+        weight = Form(lambda fused: by_head.join(fused.t()), lambda value: (by_head.split(value)[0].t(),))
+        return forms | {f"{qkv}.weight": weight, f"{qkv}.bias": by_head}
+    grouped = Form(  # queries [heads * d, ...], keys and values [groups * d, ...] <-> [groups, heads of it + 2, d, ...]
+        lambda *parts: torch.cat([part.unflatten(0, (groups, -1, d)) for part in parts], dim=1),
+        lambda value: tuple(part.flatten(0, 2) for part in value.split((value.shape[1] - 2, 1, 1), dim=1)),
+    )
     for kind in ("weight", "bias"):
-        forms |= {f"{qkv}.{kind}": Form(grouped, ungrouped), f"{block}.mlp.gate_up.{kind}": STACKED}
+        forms |= {f"{qkv}.{kind}": grouped, f"{block}.mlp.gate_up.{kind}": STACKED}
     down, gate_up = STACKED, PAIRS  # one, or two, of each expert, one expert after the other
-    if not family.has_experts:
-        down, gate_up = Form(copied, lambda value: (value[0],)), Form(copied, lambda value: value[0].unbind())
+    if not family.has_experts:  # one [h, ffn] for each expert, or two of [ffn, h] -> [experts, 2, ffn, h]
+        down = Form(lambda part: part.expand(experts, *part.shape), lambda value: (value[0],))
+        gate_up = Form(
+            lambda *parts: torch.stack(parts).expand(experts, 2, *parts[0].shape), lambda value: value[0].unbind()
+        )
     return forms | {f"{block}.moe.experts.down.weight": down, f"{block}.moe.experts.gate_up.weight": gate_up}
 
 
