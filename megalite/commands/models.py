@@ -91,13 +91,12 @@ def text_lines(texts: Iterator[tuple[str, str]], count: int, *, as_json: bool) -
     option("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder"),
     option("out", type=Path, metavar="OUT", help="the folder to write, new or empty"),
     STEP,
-    option("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)"),
 )
 def export(options: Namespace, overrides: list[str]) -> Shown:
     """A run as a folder that transformers loads: weights, tokenizer, model card.
 
     python -m megalite export runs/mine exported
-    python -m megalite export runs/mine exported precision=bf16 --step 1000 --max-shard-size 2GB
+    python -m megalite export runs/mine exported precision=bf16 --step 1000
 
     The newest checkpoint is exported unless --step says otherwise, in the precision that the run trained in unless
     precision=NAME does. OUT is there whole or not at all. Exit status: 0 written, 2 refused.
@@ -108,6 +107,6 @@ def export(options: Namespace, overrides: list[str]) -> Shown:
 
     require_new(options.out)  # before gigabytes are verified
     model = open_model(options.run_dir, options.step)
-    step = export_checkpoint(model, options.out, precision=precision, max_shard_size=options.max_shard_size)
+    step = export_checkpoint(model, options.out, precision)
     without = "" if model.tokenizer else ", without a tokenizer: the run does not know the one that made its tokens"
-    return Shown([f"{options.out}: {model.config.name} after step {step}{without}"])
+    return Shown([f"{options.out}: {model.config.model.name} after step {step}{without}"])

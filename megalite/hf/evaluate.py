@@ -61,7 +61,7 @@ def evaluate_saved(
     found = sums.metrics()
     return {
         "model": str(folder),
-        "step": saved.run.found.step if saved.run else None,
+        "step": saved.found.step if saved.found else None,
         "data": description,
         "tokens": found.tokens,
         "seq_length": config.train.seq_length,
@@ -75,13 +75,13 @@ def evaluate_saved(
 
 def _own_data(saved: SavedModel, asked: Config, named: Set[str], prepare: Prepare) -> Work:
     """The data that the run held out."""
-    if saved.run is None:
+    config, state = saved.config, saved.state
+    if state is None:
         raise UserError(Problem("data", None, "a model of transformers has no data of its own", NAME_DATA))
-    config = saved.run.config
     count = (asked if "train.eval_batches" in named else config).train.eval_batches
     train = replace(config.train, eval_interval=config.train.eval_interval or 1, eval_batches=count)
     config = replace(config, train=train)
-    opened, known = open_data(config, prepare(config)), saved.run.state.data
+    opened, known = open_data(config, prepare(config)), state.data
     if opened.fingerprint != known.fingerprint:
         rule = f"it is not the data of the run any more: {opened.description} now, {known.description} then"
         raise UserError(Problem("data", config.data.path, rule, NAME_DATA))
@@ -94,9 +94,9 @@ def _own_data(saved: SavedModel, asked: Config, named: Set[str], prepare: Prepar
 def _other_data(saved: SavedModel, asked: Config, named: Set[str], prepare: Prepare) -> Work:
     """The data that the overrides name, read with the model's tokenizer, and masked as the run's own where the user
     does not say. Nothing is held out unless the user says so."""
-    seq_length = asked.train.seq_length if "train.seq_length" in named else saved.seq_length
-    positions = saved.config.max_positions
-    if saved.config.position == "learned" and positions is not None and seq_length > positions:
+    seq_length = asked.train.seq_length if "train.seq_length" in named else saved.config.train.seq_length
+    positions = saved.config.model.max_positions
+    if saved.config.model.position == "learned" and positions is not None and seq_length > positions:
         rule = f"the model has {positions:,} positions"
         raise UserError(Problem("train.seq_length", seq_length, rule, f"at most {positions}, or leave it out"))
     if saved.tokenizer_folder is None and asked.data.source != "tokens":
@@ -104,12 +104,12 @@ def _other_data(saved: SavedModel, asked: Config, named: Set[str], prepare: Prep
         raise UserError(Problem("model", str(saved.folder), rule, "put its tokenizer there, or data=tokens"))
     held_out = asked.data.validation_fraction if "data.validation_fraction" in named else 0.0
     data = replace(asked.data, validation_fraction=held_out)
-    if saved.run is not None:
+    if saved.found is not None:
         masks = {"mask_end_of_document", "cross_document_attention"} - {name.removeprefix("data.") for name in named}
-        data = replace(data, **{name: getattr(saved.run.config.data, name) for name in masks})
+        data = replace(data, **{name: getattr(saved.config.data, name) for name in masks})
     train = replace(asked.train, seq_length=1, eval_interval=int(held_out > 0))  # opens any text
     tokenizer = "byte" if saved.tokenizer_folder is None else str(saved.tokenizer_folder.absolute())
-    config = replace(asked, data=data, model=saved.config, tokenizer=tokenizer, train=train)
+    config = replace(asked, data=data, model=saved.config.model, tokenizer=tokenizer, train=train)
     opened = open_data(config, prepare(config))
     source = replace(opened.validation or opened.train, weights=(1,), seq_length=seq_length, seed=None)
     description = opened.description + (", the part held out" if opened.validation else "")

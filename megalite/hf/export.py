@@ -28,12 +28,12 @@ from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.hf.families import FAMILIES
 from megalite.hf.families.family import Family
 from megalite.hf.import_model import Source, sources
-from megalite.hf.saved_model import RunCheckpoint, SavedModel
+from megalite.hf.saved_model import SavedModel
 from megalite.launch.device import DTYPES
 from megalite.model.flops import active_parameters, parameter_count
 from megalite.train.history import read_metrics
 
-MAX_SHARD_SIZE = "5GB"  # transformers' own
+MAX_FILE = "5GB"  # transformers' own
 CARD = Path(__file__).with_name("model_card.md")
 LOSSES = {  # of metrics.jsonl, per token in nats
     "loss": "training, at the last step that was logged",
@@ -43,41 +43,31 @@ LOSSES = {  # of metrics.jsonl, per token in nats
 }
 
 
-def export_checkpoint(
-    model: SavedModel, folder: Path, *, precision: str = "auto", max_shard_size: str = MAX_SHARD_SIZE
-) -> int:
+def export_checkpoint(model: SavedModel, folder: Path, precision: str = "auto") -> int:
     """Write `folder` from an opened checkpoint of a run, with its tokenizer and a model card: the step of the
     checkpoint. Exported are the masters, rounded to `precision` (auto: that of the run): to the bit the parameters that
     it computes with."""
-    if (run := model.run) is None:
+    if model.state is None:
         rule = "it is a model of transformers already"
         raise UserError(Problem("model", str(model.folder), rule, "name the folder of a run"))
+    tokenizer, length, step = model.tokenizer, model.config.train.seq_length, model.state.progress.step
     metrics: dict[str, Any] = {}  # the newest of every kind that the run had at this step
     for record in read_metrics(model.folder / "metrics.jsonl"):
-        metrics |= record if record["step"] <= run.found.step else {}
-    card = model_card(run, family_of(model.config), metrics, has_tokenizer=model.tokenizer is not None)
-    export_model(
-        run.masters(),
-        model.config,
-        folder,
-        dtype=DTYPES[model.precision if precision == "auto" else precision],
-        context_length=model.seq_length,
-        end_of_document=model.tokenizer.end_of_document if model.tokenizer else None,
-        max_shard_size=max_shard_size,
-        others={"README.md": card, **(model.tokenizer.files(model.seq_length) if model.tokenizer else {})},
-    )
-    return run.found.step
+        metrics |= record if record["step"] <= step else {}
+    dtype = DTYPES[model.config.precision if precision == "auto" else precision]
+    end = tokenizer.end_of_document if tokenizer else None
+    others = {"README.md": model_card(model, metrics), **(tokenizer.files(length) if tokenizer else {})}
+    export_model(model.values(), model.config.model, folder, dtype, length, end, others)
+    return step
 
 
 def export_model(
     values: Iterable[tuple[str, Tensor]],
     config: ModelConfig,
     folder: Path,
-    *,
     dtype: torch.dtype,
     context_length: int,
     end_of_document: int | None = None,
-    max_shard_size: str = MAX_SHARD_SIZE,
     others: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write `folder` (new or empty): the model and, by name, `others`. The inverse of `import_model`.
@@ -91,10 +81,7 @@ def export_model(
     by_parameter = sources(family, config)
     shapes = {name: shape for source in by_parameter.values() for name, shape in source.tensors.items()}
     empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-    try:
-        plan = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_size)
-    except (ValueError, OverflowError) as error:
-        raise UserError(Problem("max shard size", max_shard_size, str(error), "5GB or 500MB, for example")) from error
+    plan = split_torch_state_dict_into_shards(empty, max_shard_size=MAX_FILE)
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_document)  # absent: the family's first model's
     described = _described(config, family, context_length) | ends | {"dtype": str(dtype).removeprefix("torch.")}
     texts: dict[str, Any] = {"config.json": described, "generation_config.json": ends}
@@ -177,26 +164,23 @@ def require_new(folder: Path) -> None:
             raise UserError(Problem("folder", str(folder), rule, remedy))
 
 
-def model_card(run: RunCheckpoint, family: Family, metrics: Mapping[str, Any], *, has_tokenizer: bool) -> bytes:
-    """The README.md of an export, from model_card.md: what the model is, what it was trained on, and how well it does.
-
-    It is a function of the settings and of `metrics` (as in metrics.jsonl) alone. Layout, device, time and the paths of
-    a machine are left out, so that runs that trained the same model have the same card.
-    """
-    config, data, begun = run.config, run.config.data, run.config.checkpoint.init_from
+def model_card(model: SavedModel, metrics: Mapping[str, Any]) -> bytes:
+    """The README.md of an export, a function of the settings, the data and `metrics` (as in metrics.jsonl) alone:
+    layout, device, time and the paths of a machine are left out, so runs that trained the same have the same card."""
+    config, data, begun, state = model.config, model.config.data, model.config.checkpoint.init_from, model.state
+    assert state is not None
     paths = data.path if isinstance(data.path, list) else [data.path or ""]
     names = [*paths, data.subset, data.split] if data.source == "hf" else [Path(path).name for path in paths]
     text = Environment(undefined=StrictUndefined, trim_blocks=True, finalize=in_a_table, keep_trailing_newline=True)
     card = text.from_string(CARD.read_text(encoding="utf-8")).render(
         vars(config),
         config=config,
-        step=run.found.step,
-        tokens=run.state.progress.tokens,
-        has_tokenizer=has_tokenizer,
-        family=family,
+        progress=state.progress,
+        has_tokenizer=model.tokenizer_folder is not None,
+        family=family_of(config.model),
         parameters=parameter_count(config.model),
         active=active_parameters(config.model),
-        data="; ".join(filter(None, [", ".join(filter(None, names)), run.state.data.description])),
+        data="; ".join(filter(None, [", ".join(filter(None, names)), state.data.description])),
         start=f"the weights of {Path(begun).name}" if begun else f"seed {config.seed}",
         losses={words: metrics[name] for name, words in LOSSES.items() if metrics.get(name) is not None},
     )

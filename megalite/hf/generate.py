@@ -82,7 +82,7 @@ def texts_of(
     begun = collect_all(lambda prompt: read_prompt(saved, prompt), prompts)
     counts = collect_all(lambda ids: _new_tokens(saved, len(ids), sampling.max_new_tokens), begun)
     path = saved.folder / "generation_config.json"  # of which nothing else is read
-    named: Any = read_object(path).get("eos_token_id") if saved.run is None and path.is_file() else None
+    named: Any = read_object(path).get("eos_token_id") if saved.found is None and path.is_file() else None
     ends = {saved.tokenizer.end_of_document, *(named if isinstance(named, list) else [named])} - {None}
     model = saved.load(config)
     for prompt, ids, count in zip(prompts, begun, counts, strict=True):
@@ -97,7 +97,7 @@ def texts_of(
 def read_prompt(saved: SavedModel, prompt: str) -> list[int]:
     """The ids of a prompt, as evaluation reads a text; special tokens that are spelled out are those tokens."""
     assert saved.tokenizer is not None
-    backend, known = saved.tokenizer.backend, saved.config.vocab_size or 0
+    backend, known = saved.tokenizer.backend, saved.config.model.vocab_size or 0
     with refusing("--prompt", "UTF-8 text"):
         saved.tokenizer.encode(prompt)  # says which symbol is unknown, and where
     backend.encode_special_tokens = False
@@ -111,8 +111,9 @@ def read_prompt(saved: SavedModel, prompt: str) -> list[int]:
 
 def _new_tokens(saved: SavedModel, prompt: int, wanted: int | None) -> int:
     """How many tokens to add. Learned positions end where their table does; others go on, beyond what was trained."""
-    table = saved.config.max_positions if saved.config.position == "learned" else None
-    room = min(saved.seq_length, table or saved.seq_length) - prompt
+    model, length = saved.config.model, saved.config.train.seq_length
+    table = model.max_positions if model.position == "learned" else None
+    room = min(length, table or length) - prompt
     count = wanted or min(NEW_TOKENS, room if room > 0 else NEW_TOKENS)
     if table is not None and prompt + count > table:
         rule = f"the prompt takes {prompt:,} of the model's {table:,} positions"
