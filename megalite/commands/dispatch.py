@@ -29,6 +29,8 @@ def main() -> int:
         return 0
     size = 2 if words[:1] == ["plan"] else 1
     name, rest = " ".join(words[:size]), words[size:]
+    if f"plan {name}" in COMMANDS:  # `megalite schedule` is `megalite plan schedule`
+        name = f"plan {name}"
     if name in ("", "plan") or name.endswith(("-h", "--help")):
         listed = "\n".join(f"  {name:<14} {does}" for name, (*_, does) in COMMANDS.items())
         print(f"usage: megalite COMMAND ...\n\n{listed}\n\nmegalite COMMAND --help says more.")
