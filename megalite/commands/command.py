@@ -2,11 +2,8 @@
 
 import argparse
 import inspect
-import os
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +13,6 @@ from megalite.errors.problems import REFUSED, UserError, collect, open_closed_st
 from megalite.observe.screens import print_lines
 from megalite.plan.picture import Picture, picture_problems, save_picture
 
-SILENCE_S = 8.0  # the longest time without a word
 ONE_OF = {"--world-size", "--dp"}
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
@@ -40,7 +36,7 @@ class Command(NamedTuple):
 
     def parse(self, arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
         """The options, and the words that are none: overrides."""
-        about = inspect.getdoc(self.function) or inspect.getdoc(sys.modules[self.function.__module__])
+        about = inspect.getdoc(self.function) or sys.modules[self.function.__module__].__doc__
         kind = argparse.RawDescriptionHelpFormatter
         parser = parser_of(description=about, formatter_class=kind, allow_abbrev=False)
         has_both = {names[0] for names, _ in self.options} >= ONE_OF
@@ -58,13 +54,12 @@ class Command(NamedTuple):
             options, overrides = self.parse(arguments)
             picture: Path | None = getattr(options, "picture", None)
             problems = picture_problems(picture, name) if picture else []
-            with _never_silent():
-                shown = collect(lambda: self.function(options, overrides), problems) or Shown()
-                refuse(problems)
-                if picture and shown.draw:
-                    save_picture(shown.draw, picture, name)
-                lines = iter(shown.lines)
-                first = [*islice(lines, 1)]
+            shown = collect(lambda: self.function(options, overrides), problems) or Shown()
+            refuse(problems)
+            if picture and shown.draw:
+                save_picture(shown.draw, picture, name)
+            lines = iter(shown.lines)
+            first = [*islice(lines, 1)]  # a refusal comes before anything is printed
             print_lines(chain(first, lines))
         except UserError as error:
             to_stderr(str(error))
@@ -72,23 +67,6 @@ class Command(NamedTuple):
         except KeyboardInterrupt:
             return 130
         return shown.status
-
-
-@contextmanager
-def _never_silent() -> Iterator[None]:
-    """A line on stderr now and then, until the command has something to show."""
-    over = threading.Event()
-
-    def tell() -> None:
-        while not over.wait(SILENCE_S):
-            with suppress(OSError):  # without Python's lock of stderr, which a process that is forked now would keep
-                os.write(2, b"megalite: at work\n")
-
-    threading.Thread(target=tell, daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
 
 
 def command(*options: Option) -> Callable[[Callable[[argparse.Namespace, list[str]], Shown]], Command]:

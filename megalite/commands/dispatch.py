@@ -12,7 +12,7 @@ COMMANDS = {  # name: its module, its function there, and what it does
     "evaluate": ("models", "evaluate", "loss, perplexity and bits per byte of a model"),
     "generate": ("models", "generate", "text from a model"),
     "export": ("models", "export", "a run as a folder that transformers loads"),
-    "report": ("report", "main", "draw the report of a run, or compare several"),
+    "report": ("models", "report", "draw the report of a run, or compare several"),
     "verify": ("verify", "main", "whether a layout trains like one process"),
     "preflight": ("preflight", "main", "measure the nodes of a job, and name those that are slow or wrong"),
     "plan ranks": ("plan", "ranks", "who talks to whom in a layout"),
@@ -29,6 +29,8 @@ def main() -> int:
         return 0
     size = 2 if words[:1] == ["plan"] else 1
     name, rest = " ".join(words[:size]), words[size:]
+    if f"plan {name}" in COMMANDS:  # `megalite schedule` is `megalite plan schedule`
+        name = f"plan {name}"
     if name in ("", "plan") or name.endswith(("-h", "--help")):
         listed = "\n".join(f"  {name:<14} {does}" for name, (*_, does) in COMMANDS.items())
         print(f"usage: megalite COMMAND ...\n\n{listed}\n\nmegalite COMMAND --help says more.")

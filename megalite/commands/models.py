@@ -1,7 +1,6 @@
-"""What is done with a trained model: `megalite evaluate`, `generate` and `export`. See docs/huggingface.md.
+"""What is done with a run or a model of transformers: `megalite evaluate`, `generate`, `export` and `report`.
 
-MODEL is a run folder (its newest checkpoint, or --step) or a folder of a transformers model. Nothing is downloaded and
-no code that comes with a model is run. torch is imported once the words are known to be right.
+torch is imported once the words are known to be right.
 """
 
 import json
@@ -14,6 +13,7 @@ from megalite.config.arguments import number_from
 from megalite.config.compose import load_part
 from megalite.errors.problems import Problem, refuse
 from megalite.errors.words import plain
+from megalite.observe.report.write import write_report
 
 MODEL = option("model", type=Path, metavar="MODEL", help="a run folder, or a folder of a transformers model")
 STEP = option("--step", type=number_from(0), metavar="N", help="of a run's checkpoint (default: the newest)")
@@ -58,7 +58,7 @@ def evaluate(options: Namespace, overrides: list[str]) -> Shown:
     STEP,
 )
 def generate(options: Namespace, overrides: list[str]) -> Shown:
-    """Text from a model.
+    """Text from a model. Nothing is downloaded, and no code that comes with a model is run.
 
     python -m megalite generate runs/mine --prompt "def "
     python -m megalite generate exported --prompt "Once upon a time" --num-samples 3 --temperature 1 seed=7
@@ -91,13 +91,12 @@ def text_lines(texts: Iterator[tuple[str, str]], count: int, *, as_json: bool) -
     option("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder"),
     option("out", type=Path, metavar="OUT", help="the folder to write, new or empty"),
     STEP,
-    option("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)"),
 )
 def export(options: Namespace, overrides: list[str]) -> Shown:
     """A run as a folder that transformers loads: weights, tokenizer, model card.
 
     python -m megalite export runs/mine exported
-    python -m megalite export runs/mine exported precision=bf16 --step 1000 --max-shard-size 2GB
+    python -m megalite export runs/mine exported precision=bf16 --step 1000
 
     The newest checkpoint is exported unless --step says otherwise, in the precision that the run trained in unless
     precision=NAME does. OUT is there whole or not at all. Exit status: 0 written, 2 refused.
@@ -108,6 +107,22 @@ def export(options: Namespace, overrides: list[str]) -> Shown:
 
     require_new(options.out)  # before gigabytes are verified
     model = open_model(options.run_dir, options.step)
-    step = export_checkpoint(model, options.out, precision=precision, max_shard_size=options.max_shard_size)
+    step = export_checkpoint(model, options.out, precision)
     without = "" if model.tokenizer else ", without a tokenizer: the run does not know the one that made its tokens"
-    return Shown([f"{options.out}: {model.config.name} after step {step}{without}"])
+    return Shown([f"{options.out}: {model.config.model.name} after step {step}{without}"])
+
+
+@command(
+    option("runs", nargs="+", type=Path, metavar="RUN_DIR", help="the folder of a run"),
+    option("--out", type=Path, metavar="FILE", help="where to (default: RUN_DIR/report.html)"),
+)
+def report(options: Namespace, overrides: list[str]) -> Shown:
+    """Draws the report of a run again, or compares several runs on common axes.
+
+    python -m megalite report runs/my-run
+    python -m megalite report runs/first runs/second --out comparison.html
+
+    One folder: its report.html. Several: comparison.html, here. The files are read as they are, also of a run that goes
+    on. Exit status: 0, or 2 refused.
+    """
+    return Shown([str(write_report([*options.runs, *map(Path, overrides)], options.out))])

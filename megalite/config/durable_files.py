@@ -153,7 +153,7 @@ def open_to_append(path: Path) -> TextIO:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the folder's entries on disk: syncing a file does not sync its name."""
+    """Put the folder's entries on disk: syncing a file does not sync its name. A file is synced alike."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -96,9 +96,8 @@ def as_record(kind: type[Record], found: Any, place: Path | str, remedy: str = R
             elif fits(value, wanted):
                 record[name] = value
             else:
-                raise ValueError(
-                    f"has {name}={value!r:.60}, which is not of type {getattr(wanted, '__name__', wanted)}"
-                )
+                words = "a whole number from 0" if wanted is int else f"of type {getattr(wanted, '__name__', wanted)}"
+                raise ValueError(f"has {name}={value!r:.60}, which is not {words}")
         try:
             return kind(**record)
         except TypeError as error:  # a field without a default is missing
