@@ -17,7 +17,7 @@ from megalite.config.user_files import read_object
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.hf.families import FAMILIES, NAMES
 from megalite.hf.families.family import Family
-from megalite.hf.families.rotary import RotaryFamily
+from megalite.hf.families.llama import RotaryFamily
 
 SETTING = "checkpoint.init_from"
 REMEDY = "the folder is damaged or incomplete: copy or download it again, or save it again with save_pretrained"

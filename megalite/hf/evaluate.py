@@ -5,10 +5,8 @@ evaluated whole, in windows that follow each other without overlap: of each of i
 predicted once.
 """
 
-import os
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +20,12 @@ from megalite.data.open import OpenedData, TokenFiles, open_data
 from megalite.data.samples import SampleSource
 from megalite.errors.problems import Problem, UserError
 from megalite.hf.saved_model import SavedModel, open_model
-from megalite.launch.device import choose_device, name_of
-from megalite.launch.environment import read_environment
+from megalite.launch.device import name_of
 from megalite.train.evaluate import Sums
 
-READ = ("device", "precision")
 NAME_DATA = "name the data to evaluate on: data=stdlib, or data=text data.path=FILE"
-
 Prepare = Callable[[Config], TokenFiles]  # makes the token files that a config needs
-Work = tuple[Config, OpenedData, Iterator[Batch], str]  # batches of the opened data, which is said in words
+Work = tuple[Config, OpenedData, SampleSource, str]  # a part of the opened data, which is said in words
 
 
 @torch.no_grad()
@@ -46,29 +41,30 @@ def evaluate_saved(
     named = names_of(words)
     own_data = not any(name.partition(".")[0] == "data" for name in named)
     reads = ("train.eval_batches",) if own_data else ("data", "data.*", "train.seq_length")
-    config = load_part(words, "an evaluation of its own data" if own_data else "an evaluation", (*READ, *reads))
+    doer = "an evaluation of its own data" if own_data else "an evaluation"
+    asked = load_part(words, doer, ("device", "precision", *reads))
     if own_data and max_tokens is not None:
         rule = "has no effect: a run's own validation part is evaluated as in training"
         raise UserError(Problem("--max-tokens", max_tokens, rule, NAME_DATA))
     saved = open_model(folder, step)
+    work = _own_data(saved, asked, named, prepare) if own_data else _other_data(saved, asked, named, prepare)
+    config, opened, source, description = work
+    batches = _windows(source, config, rows, max_tokens or sum(part.tokens for part in source.parts))
     if own_data:
-        work = _own_data(saved, config.train.eval_batches if "train.eval_batches" in named else None, prepare)
-    else:
-        work = _other_data(saved, config, named, rows, max_tokens, prepare)
-    done, opened, batches, description = work
-    device = choose_device(config.device, read_environment(os.environ))
-    model = saved.load(replace(done, precision=config.precision), device)
-    one = torch.ones((), dtype=torch.promote_types(model.dtype, torch.float32), device=device)
-    sums = Sums(opened.bytes_of_ids, device)
-    for batch in (batch.to(device) for batch in batches):
+        steps = validation_batches(source, config, dp_rank=0, dp_size=1, device=torch.device("cpu"))
+        batches = (batch for step in steps for batch in step)
+    model = saved.load(replace(config, device=asked.device, precision=asked.precision))
+    one = torch.ones((), dtype=torch.promote_types(model.dtype, torch.float32), device=model.device)
+    sums = Sums(opened.bytes_of_ids, model.device)
+    for batch in (batch.to(model.device) for batch in batches):
         sums.add(model.loss(batch, one), [batch])
     found = sums.metrics()
     return {
         "model": str(folder),
-        "step": saved.run.found.step if saved.run else None,
+        "step": saved.found.step if saved.found else None,
         "data": description,
         "tokens": found.tokens,
-        "seq_length": done.train.seq_length,
+        "seq_length": config.train.seq_length,
         "precision": name_of(model.dtype),
         "loss": found.loss,
         "perplexity": found.perplexity,
@@ -77,34 +73,30 @@ def evaluate_saved(
     }
 
 
-def _own_data(saved: SavedModel, eval_batches: int | None, prepare: Prepare) -> Work:
-    """The very batches of an evaluation during training, on the data that the run held out."""
-    if saved.run is None:
+def _own_data(saved: SavedModel, asked: Config, named: Set[str], prepare: Prepare) -> Work:
+    """The data that the run held out."""
+    config, state = saved.config, saved.state
+    if state is None:
         raise UserError(Problem("data", None, "a model of transformers has no data of its own", NAME_DATA))
-    train = replace(saved.run.config.train, eval_interval=saved.run.config.train.eval_interval or 1)
-    config = replace(saved.run.config, train=replace(train, eval_batches=eval_batches or train.eval_batches))
-    opened, known = open_data(config, prepare(config)), saved.run.state.data
+    count = (asked if "train.eval_batches" in named else config).train.eval_batches
+    train = replace(config.train, eval_interval=config.train.eval_interval or 1, eval_batches=count)
+    config = replace(config, train=train)
+    opened, known = open_data(config, prepare(config)), state.data
     if opened.fingerprint != known.fingerprint:
         rule = f"it is not the data of the run any more: {opened.description} now, {known.description} then"
         raise UserError(Problem("data", config.data.path, rule, NAME_DATA))
-    if (source := opened.validation) is None:
+    if opened.validation is None:
         rule = "the run holds out nothing for validation"
         raise UserError(Problem("data.validation_fraction", config.data.validation_fraction, rule, NAME_DATA))
-    steps = validation_batches(source, config, dp_rank=0, dp_size=1, device=torch.device("cpu"))
-    return config, opened, chain.from_iterable(steps), f"the validation part of {opened.description}"
+    return config, opened, opened.validation, f"the validation part of {opened.description}"
 
 
-def _other_data(
-    saved: SavedModel, asked: Config, named: Set[str], rows: int, max_tokens: int | None, prepare: Prepare
-) -> Work:
-    """All of the data that the overrides name, or its first `max_tokens` tokens, in `rows` windows at a time.
-
-    It is read with the model's tokenizer, and masked as the run's own where the user does not say. Nothing is held out
-    unless the user says so.
-    """
-    seq_length = asked.train.seq_length if "train.seq_length" in named else saved.seq_length
-    positions = saved.config.max_positions
-    if saved.config.position == "learned" and positions is not None and seq_length > positions:
+def _other_data(saved: SavedModel, asked: Config, named: Set[str], prepare: Prepare) -> Work:
+    """The data that the overrides name, read with the model's tokenizer, and masked as the run's own where the user
+    does not say. Nothing is held out unless the user says so."""
+    seq_length = asked.train.seq_length if "train.seq_length" in named else saved.config.train.seq_length
+    positions = saved.config.model.max_positions
+    if saved.config.model.position == "learned" and positions is not None and seq_length > positions:
         rule = f"the model has {positions:,} positions"
         raise UserError(Problem("train.seq_length", seq_length, rule, f"at most {positions}, or leave it out"))
     if saved.tokenizer_folder is None and asked.data.source != "tokens":
@@ -112,18 +104,16 @@ def _other_data(
         raise UserError(Problem("model", str(saved.folder), rule, "put its tokenizer there, or data=tokens"))
     held_out = asked.data.validation_fraction if "data.validation_fraction" in named else 0.0
     data = replace(asked.data, validation_fraction=held_out)
-    if saved.run is not None:
+    if saved.found is not None:
         masks = {"mask_end_of_document", "cross_document_attention"} - {name.removeprefix("data.") for name in named}
-        data = replace(data, **{name: getattr(saved.run.config.data, name) for name in masks})
+        data = replace(data, **{name: getattr(saved.config.data, name) for name in masks})
     train = replace(asked.train, seq_length=1, eval_interval=int(held_out > 0))  # opens any text
     tokenizer = "byte" if saved.tokenizer_folder is None else str(saved.tokenizer_folder.absolute())
-    config = replace(asked, data=data, model=saved.config, tokenizer=tokenizer, train=train)
+    config = replace(asked, data=data, model=saved.config.model, tokenizer=tokenizer, train=train)
     opened = open_data(config, prepare(config))
-    config = replace(config, train=replace(train, seq_length=seq_length))
     source = replace(opened.validation or opened.train, weights=(1,), seq_length=seq_length, seed=None)
-    tokens = max_tokens or sum(part.tokens for part in source.parts)
     description = opened.description + (", the part held out" if opened.validation else "")
-    return config, opened, _windows(source, config, rows, tokens), description
+    return replace(config, train=replace(train, seq_length=seq_length)), opened, source, description
 
 
 def _windows(source: SampleSource, config: Config, rows: int, left: int) -> Iterator[Batch]:

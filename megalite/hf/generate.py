@@ -4,7 +4,7 @@ A prompt is computed once. From then on every step computes the newest token of 
 and values of the tokens before it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,6 +21,7 @@ from megalite.model.attention import Attention, BlockInputs
 from megalite.model.gpt import GPT
 
 NEW_TOKENS = 100  # where nobody says how many
+TOGETHER = 32  # samples of a prompt that grow at the same time
 
 
 @dataclass(frozen=True)
@@ -52,27 +53,26 @@ class Sampling:
         return shares.masked_fill(shares.cumsum(1) - shares >= self.top_p, 0.0), tokens
 
 
-class KeptKeys:
-    """Attention to all tokens so far. The first call brings whole texts, every other one token of each."""
+def keeping_keys() -> Callable[..., Tensor]:
+    """A function in place of `Attention.attend` that attends to all tokens so far. Its first call brings whole texts,
+    every other one token of each."""
+    kept = [torch.empty(0), torch.empty(0)]  # keys and values [b, groups, s, d], once there are some
 
-    def __init__(self) -> None:
-        self.kept: tuple[Tensor, Tensor] | None = None  # keys and values [b, groups, s, d]
-
-    def __call__(self, queries: Tensor, keys: Tensor, values: Tensor, inputs: BlockInputs) -> Tensor:
-        """In place of `Attention.attend`."""
-        queries, keys, values = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in (queries, keys, values))
-        first = self.kept is None
-        if self.kept is not None:
-            keys, values = (torch.cat(parts, dim=2) for parts in zip(self.kept, (keys, values), strict=True))
-        self.kept = keys, values
-        grouped = queries.shape[1] != keys.shape[1]
-        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=first, enable_gqa=grouped)
+    def attend(queries: Tensor, keys: Tensor, values: Tensor, inputs: BlockInputs) -> Tensor:
+        queries, *new = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in (queries, keys, values))
+        is_first = not kept[0].numel()
+        kept[:] = new if is_first else [torch.cat(parts, dim=2) for parts in zip(kept, new, strict=True)]
+        keys, values = kept
+        is_grouped = queries.shape[1] != keys.shape[1]
+        out = F.scaled_dot_product_attention(queries, keys, values, is_causal=is_first, enable_gqa=is_grouped)
         return out.permute(2, 0, 1, 3).flatten(2)
+
+    return attend
 
 
 @torch.inference_mode()
-def generate(
-    saved: SavedModel, prompts: Sequence[str], config: Config, device: torch.device, sampling: Sampling
+def texts_of(
+    saved: SavedModel, prompts: Sequence[str], config: Config, sampling: Sampling
 ) -> Iterator[tuple[str, str]]:
     """Prompts with the texts that they begin. A text depends on `config.seed` and on no other prompt. All that is wrong
     is refused before the first text."""
@@ -81,18 +81,23 @@ def generate(
         raise UserError(Problem("model", str(saved.folder), rule, "put the tokenizer of its tokens there"))
     begun = collect_all(lambda prompt: read_prompt(saved, prompt), prompts)
     counts = collect_all(lambda ids: _new_tokens(saved, len(ids), sampling.max_new_tokens), begun)
-    ends, model = _ends_of(saved), saved.load(config, device)
+    path = saved.folder / "generation_config.json"  # of which nothing else is read
+    named: Any = read_object(path).get("eos_token_id") if saved.found is None and path.is_file() else None
+    ends = {saved.tokenizer.end_of_document, *(named if isinstance(named, list) else [named])} - {None}
+    model = saved.load(config)
     for prompt, ids, count in zip(prompts, begun, counts, strict=True):
         dice = torch.Generator().manual_seed(config.seed)
-        for row in continued(model, torch.tensor([ids] * sampling.num_samples), count, sampling, dice, ends).tolist():
-            end = next((at for at in range(len(ids), len(row)) if row[at] in ends), None)
-            yield prompt, saved.tokenizer.decode(row[:end], skip_special_tokens=True)
+        for first in range(0, sampling.num_samples, TOGETHER):
+            texts = torch.tensor([ids] * min(TOGETHER, sampling.num_samples - first))
+            for row in continued(model, texts, count, sampling, dice, ends).tolist():
+                end = next((at for at in range(len(ids), len(row)) if row[at] in ends), None)
+                yield prompt, saved.tokenizer.decode(row[:end], skip_special_tokens=True)
 
 
 def read_prompt(saved: SavedModel, prompt: str) -> list[int]:
     """The ids of a prompt, as evaluation reads a text; special tokens that are spelled out are those tokens."""
     assert saved.tokenizer is not None
-    backend, known = saved.tokenizer.backend, saved.config.vocab_size or 0
+    backend, known = saved.tokenizer.backend, saved.config.model.vocab_size or 0
     with refusing("--prompt", "UTF-8 text"):
         saved.tokenizer.encode(prompt)  # says which symbol is unknown, and where
     backend.encode_special_tokens = False
@@ -106,8 +111,9 @@ def read_prompt(saved: SavedModel, prompt: str) -> list[int]:
 
 def _new_tokens(saved: SavedModel, prompt: int, wanted: int | None) -> int:
     """How many tokens to add. Learned positions end where their table does; others go on, beyond what was trained."""
-    table = saved.config.max_positions if saved.config.position == "learned" else None
-    room = min(saved.seq_length, table or saved.seq_length) - prompt
+    model, length = saved.config.model, saved.config.train.seq_length
+    table = model.max_positions if model.position == "learned" else None
+    room = min(length, table or length) - prompt
     count = wanted or min(NEW_TOKENS, room if room > 0 else NEW_TOKENS)
     if table is not None and prompt + count > table:
         rule = f"the prompt takes {prompt:,} of the model's {table:,} positions"
@@ -116,21 +122,12 @@ def _new_tokens(saved: SavedModel, prompt: int, wanted: int | None) -> int:
     return count
 
 
-def _ends_of(saved: SavedModel) -> frozenset[int]:
-    """The tokens that end a text: the tokenizer's and, of a transformers model, those that its own settings name."""
-    assert saved.tokenizer is not None
-    path = saved.folder / "generation_config.json"
-    named: Any = read_object(path).get("eos_token_id") if saved.run is None and path.is_file() else None
-    ends = {saved.tokenizer.end_of_document, *(named if isinstance(named, list) else [named])}
-    return frozenset(end for end in ends if isinstance(end, int))
-
-
 def continued(
-    model: GPT, texts: Tensor, count: int, sampling: Sampling, dice: torch.Generator, ends: frozenset[int] = frozenset()
+    model: GPT, texts: Tensor, count: int, sampling: Sampling, dice: torch.Generator, ends: Set[Any] = frozenset()
 ) -> Tensor:
     """texts [n, s] -> [n, s + count], or fewer where all of them have come to an end."""
     for attention in (module for module in model.modules() if isinstance(module, Attention)):
-        attention.attend = KeptKeys()  # type: ignore[method-assign]
+        attention.attend = keeping_keys()  # type: ignore[method-assign]
     over, newest = torch.zeros(len(texts), dtype=torch.bool), texts
     while count and not over.all():
         batch = unscored(newest)

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megalite.config.durable_files import private_files, write_atomically
-from megalite.config.own_files import STATUS
+from megalite.config.durable_files import STATUS, private_files, write_atomically
 from megalite.config.schema import Config
 from megalite.config.user_files import absolute
 from megalite.data.open import TokenFiles, note_changed_files

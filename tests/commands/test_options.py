@@ -9,10 +9,11 @@ from megalite.commands.dispatch import COMMANDS
 from megalite.config.arguments import read_arguments
 from megalite.errors.problems import UserError
 
-MODULES = {
-    name: import_module(f"megalite.commands.{module}") for name, (module, _) in COMMANDS.items() if name != "train"
+FOUND: dict[str, Command] = {
+    name: getattr(module, "measure" if name == "preflight" else function)
+    for name, (place, function, _) in COMMANDS.items()
+    if name != "train" and (module := import_module(f"megalite.commands.{place}"))
 }
-FOUND: dict[str, Command] = {name: getattr(module, "measure", module.main) for name, module in MODULES.items()}
 OPTIONS = [
     pytest.param(command, option[0], settings, id=f"{name} {option[0]}")
     for name, command in FOUND.items()

@@ -133,7 +133,7 @@ def test_a_point_without_a_run_is_not_compared(place: Path, capsys: pytest.Captu
     [
         (["optimizer.lr=1e-3,fast"], ["optimizer.lr='fast'", "must be a number"]),
         (["seed=1,2", "train.step=3"], ["train.step=3", "did you mean train.steps=3"]),
-        (["train.eval_batches=1,2"], ["run_dir=", "points 0 and 1 would train in the same folder"]),
+        (["train.eval_batches=1,2"], ["run_dir=", "several points would train in the same folder"]),
         (["sweep.nproc_per_node=0", "seed=1,2"], ["sweep.nproc_per_node=0", "must be at least 1"]),
         (["train.global_batch_size=2,3", "sweep.nproc_per_node=2"], ["train.global_batch_size=3"]),
         (["seed=1,2", "train.seq_length=[1,{a:1}]"], ["train.seq_length=[1, {'a': 1}]"]),

@@ -15,6 +15,7 @@ from megalite.config.model_folder import settings_of
 from megalite.config.schema import Config, ModelConfig, MoEConfig
 from megalite.config.settings import with_values
 from megalite.errors.problems import UserError
+from megalite.hf import export
 from megalite.hf.export import export_model, family_of
 from megalite.hf.families import FAMILIES
 from megalite.hf.families.family import differences
@@ -86,7 +87,7 @@ def test_a_softmax_before_or_after_the_choice_is_one_model_where_weights_add_up_
     assert family_of(width_of_no_layer).model_type == "mixtral"
 
 
-def test_an_export_holds_one_tensor_of_all_experts_at_a_time(tmp_path: Path) -> None:
+def test_an_export_holds_one_tensor_of_all_experts_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small("mixtral")
     alive: list[weakref.ref[Any]] = []
 
@@ -100,7 +101,8 @@ def test_an_export_holds_one_tensor_of_all_experts_at_a_time(tmp_path: Path) -> 
             yield record.name, value
             del value
 
-    export_model(values(), config, tmp_path / "ours", dtype=torch.bfloat16, context_length=32, max_shard_size="2KB")
+    monkeypatch.setattr(export, "MAX_FILE", "2KB")
+    export_model(values(), config, tmp_path / "ours", dtype=torch.bfloat16, context_length=32)
     assert len(alive) == len(gpt_parameters(config))
 
 

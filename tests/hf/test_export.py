@@ -15,6 +15,7 @@ from megalite.config.derive import derive_model
 from megalite.config.model_folder import imported_model_settings
 from megalite.config.schema import ModelConfig, MoEConfig
 from megalite.errors.problems import UserError
+from megalite.hf import export as export_file
 from megalite.hf.export import export_model, family_of
 from megalite.hf.import_model import import_model
 from megalite.hf.saved_model import open_model
@@ -51,9 +52,9 @@ def small(family: str, **changes: Any) -> ModelConfig:
     return derive_model(ModelConfig(**settings), seq_length=32)
 
 
-def export(config: ModelConfig, folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+def export(config: ModelConfig, folder: Path) -> Path:
     values = start_values(gpt_parameters(config), seed=3)
-    export_model(values, config, folder, dtype=dtype, context_length=32, **options)
+    export_model(values, config, folder, dtype=torch.float32, context_length=32)
     return folder
 
 
@@ -65,9 +66,9 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
-def refusal(config: ModelConfig, folder: Path, **options: Any) -> str:
+def refusal(config: ModelConfig, folder: Path) -> str:
     with pytest.raises(UserError) as refused:
-        export(config, folder, **options)
+        export(config, folder)
     return str(refused.value)
 
 
@@ -144,12 +145,13 @@ def test_transformers_computes_the_logits_that_we_do(family: str, changes: dict[
     assert largest_error(ours, logits, bound) <= 1
 
 
-def test_a_model_in_several_files_is_the_same_model(tmp_path: Path) -> None:
+def test_a_model_in_several_files_is_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import transformers
 
     config = small("llama")
     one = export(config, tmp_path / "one")
-    parts = export(config, tmp_path / "parts", max_shard_size="20KB")
+    monkeypatch.setattr(export_file, "MAX_FILE", "20KB")
+    parts = export(config, tmp_path / "parts")
     names = sorted(path.name for path in parts.glob("*.safetensors"))
     assert len(names) > 2
     for name in names:
@@ -207,7 +209,7 @@ def test_settings_that_no_family_expresses_are_refused_by_name(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_fails_on_the_way_leaves_no_folder(tmp_path: Path) -> None:
+def test_what_fails_on_the_way_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = small("llama")
     values = dict(start_values(gpt_parameters(config), seed=3))
 
@@ -217,8 +219,9 @@ def test_what_fails_on_the_way_leaves_no_folder(tmp_path: Path) -> None:
         assert not (tmp_path / "ours").exists()
         raise RuntimeError("the source broke off")
 
+    monkeypatch.setattr(export_file, "MAX_FILE", "9KB")
     with pytest.raises(RuntimeError, match="broke off"):
-        export_model(broken(), config, tmp_path / "ours", dtype=torch.float32, context_length=32, max_shard_size="9KB")
+        export_model(broken(), config, tmp_path / "ours", dtype=torch.float32, context_length=32)
     values["blocks.1.mlp.down.weight"][3, 4] = 1e30
     with pytest.raises(UserError, match=r"blocks\.1\.mlp\.down\.weight: holds numbers that are not finite"):
         export_model(values.items(), config, tmp_path / "ours", dtype=torch.float16, context_length=32)
@@ -238,7 +241,6 @@ def test_a_folder_with_something_in_it_is_refused_and_kept(tmp_path: Path) -> No
         assert "it exists already" in refusal(config, tmp_path / name)
     assert files(tmp_path / "full") == {"notes": b"mine"}
     assert "cannot be written" in refusal(config, tmp_path / "file" / "below")
-    assert "5GB or 500MB" in refusal(config, tmp_path / "new2", max_shard_size="5 GBs")
 
 
 def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:

@@ -13,15 +13,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, pre_tokenizers
 
-from megalite.commands import evaluate, generate
+from megalite.commands.models import evaluate, generate
 from megalite.config.compose import load_part
 from megalite.data.tokenizers import bpe_tokenizer, byte_tokenizer, load_tokenizer
-from megalite.hf.generate import Sampling, continued, read_prompt
-from megalite.hf.generate import generate as texts_of
+from megalite.hf.generate import Sampling, continued, read_prompt, texts_of
 from megalite.hf.saved_model import SavedModel, open_model
 from tests.hf.peers import PEERS, save_peer
 
-CPU = torch.device("cpu")
 LIKELIEST = Sampling(temperature=0)
 GREEDY = ("--temperature", "0", "--max-new-tokens", "3")
 TEXT = "Once upon a time there's a naïve 12345 tree, isn't there?\n" * 20
@@ -46,8 +44,8 @@ def change_config(folder: Path, **changes: Any) -> None:
 
 
 def texts(folder: Path, prompts: list[str], count: int, sampling: Sampling = LIKELIEST) -> list[str]:
-    config, sampling = load_part([], "a test", ()), replace(sampling, max_new_tokens=count)
-    return [text for _, text in texts_of(opened(folder), prompts, config, CPU, sampling)]
+    config, sampling = load_part(["device=cpu"], "a test", ("device",)), replace(sampling, max_new_tokens=count)
+    return [text for _, text in texts_of(opened(folder), prompts, config, sampling)]
 
 
 # --- numbers ---------------------------------------------------------------------------------------------------------
@@ -57,7 +55,7 @@ def texts(folder: Path, prompts: list[str], count: int, sampling: Sampling = LIK
 def test_every_step_has_the_logits_of_transformers_over_the_whole_text(name: str, tmp_path: Path) -> None:
     """Theirs are computed anew from all tokens, without kept keys, in fp64."""
     peer = save_peer(name, tmp_path)
-    model = opened(tmp_path).load(load_part([], "a test", ()), CPU)  # in fp64, as the folder
+    model = opened(tmp_path).load(load_part(["device=cpu"], "a test", ("device",)))  # in fp64, as the folder
     steps: list[torch.Tensor] = []
 
     class Likeliest(Sampling):
@@ -101,7 +99,7 @@ def test_tokens_are_drawn_with_the_shares_of_transformers(
 def test_a_text_ends_where_the_folder_says_that_texts_end(tmp_path: Path) -> None:
     saved = opened(sound(tmp_path))
     assert saved.tokenizer is not None
-    model = saved.load(load_part([], "a test", ()), CPU)
+    model = saved.load(load_part(["device=cpu"], "a test", ("device",)))
     [ids] = continued(model, torch.tensor([[*b"a tree"]]), 9, LIKELIEST, torch.Generator()).tolist()
     assert texts(tmp_path, ["a tree"], 9) == [saved.tokenizer.decode(ids)]
     named = {"eos_token_id": [ids[9], 256], "num_beams": 10**9}
@@ -145,7 +143,7 @@ def refused_by_both(folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     (folder.parent / "text.txt").write_text("a tree")
     data = ["data=text", f"data.path={folder.parent / 'text.txt'}", f"data.cache_dir={folder.parent / 'cache'}"]
     said, _ = list[str](), capsys.readouterr()
-    for command, words in ((generate.main, ["--prompt", "a tree"]), (evaluate.main, data)):
+    for command, words in ((generate, ["--prompt", "a tree"]), (evaluate, data)):
         assert command([str(folder), *words, "device=cpu"]) == 2
         said.append(capsys.readouterr().err)
         assert "Traceback" not in said[-1]
@@ -228,21 +226,21 @@ def test_a_head_beside_tied_embeddings_is_not_passed_over(tmp_path: Path, capsys
 
 def test_all_prompts_are_sampled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = [str(sound(tmp_path / "theirs")), "--prompt", "one", "--prompt", "the\u2028river", *GREEDY]
-    assert generate.main([*asked, "--json"]) == 0
+    assert generate([*asked, "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [each["prompt"] for each in found] == ["one", "the\u2028river"]
     assert all(each["text"].startswith(each["prompt"]) for each in found)
-    assert generate.main(asked) == 0
+    assert generate(asked) == 0
     said = capsys.readouterr().out
     assert [line for line in said.splitlines() if line.startswith("---")] == ["--- 1 of 2 ---", "--- 2 of 2 ---"]
 
 
 def test_no_control_character_reaches_the_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, prompt = sound(tmp_path / "theirs"), "\x1b]0;title\x07\x9b31m\u202etree\r\tA\n"
-    assert generate.main([str(folder), "--prompt", prompt, *GREEDY]) == 0
+    assert generate([str(folder), "--prompt", prompt, *GREEDY]) == 0
     said = capsys.readouterr().out
     assert said.startswith("\\x1b]0;title\\x07\\x9b31m\\u202etree\\r\tA\n")
-    assert generate.main([str(folder), "--prompt", prompt, *GREEDY, "--json"]) == 0
+    assert generate([str(folder), "--prompt", prompt, *GREEDY, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["text"].startswith(prompt), "a program gets them all"
 
 
@@ -262,7 +260,7 @@ def test_no_control_character_reaches_the_output(tmp_path: Path, capsys: pytest.
 def test_mistakes_are_refused_before_a_model_is_looked_for(
     words: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert generate.main(["gone", *words]) == 2
+    assert generate(["gone", *words]) == 2
     said = capsys.readouterr()
     assert (said.out, said.err.count("megalite: refused")) == ("", 1)
     assert told in said.err

@@ -11,8 +11,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from megalite.data.batch import Batch, whole_batch
 from megalite.hf.families import FAMILIES
-from megalite.hf.import_model import import_model
-from megalite.hf.tensors import sources
+from megalite.hf.import_model import import_model, sources
 from megalite.model.init import fill
 from tests.hf.peers import PEERS, as_in_files, matching_config, save_peer
 from tests.model.small import gpt

@@ -15,16 +15,13 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import pretrain_gpt
-from megalite.commands import evaluate, export, generate, prepare
+from megalite.commands import models, prepare
 from tests.train.runs import write_text
 
 SHAPE = ["model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=4", "model.num_key_value_heads=2"]
 LENGTHS = ["train.seq_length=32", "train.global_batch_size=4", "train.eval_batches=3", "train.eval_interval=3"]
 PLACE = ["device=cpu", "precision=fp32", "train.sample_tokens=0", "log.wandb=disabled"]
-
-
-EXPORT, GENERATE, EVALUATE = export.main, generate.main, evaluate.main
-COMMANDS: dict[str, Callable[..., int]] = {"export_hf": EXPORT, "generate": GENERATE, "evaluate": EVALUATE}
+EXPORT, GENERATE, EVALUATE = models.export, models.generate, models.evaluate
 
 
 @dataclass(frozen=True)
@@ -96,18 +93,17 @@ def test_the_export_holds_all_that_transformers_and_a_reader_need(trained: Train
     assert str(trained.folder) not in card
 
 
-def test_step_precision_and_shard_size_are_those_asked_for(
+def test_step_and_precision_are_those_asked_for(
     trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "parts"
-    options = ["--step", "3", "precision=bf16", "--max-shard-size", "20KB"]
+    options = ["--step", "3", "precision=bf16"]
     assert EXPORT([trained.run, str(out), *options]) == 0
     assert "after step 3" in capsys.readouterr().out
-    assert len(list(out.glob("*.safetensors"))) > 2
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
     assert EXPORT([trained.run, str(tmp_path / "whole"), "--step", "3"]) == 0
     whole = load_file(tmp_path / "whole" / "model.safetensors")
-    parts = {name: value for path in out.glob("*.safetensors") for name, value in load_file(path).items()}
+    parts = load_file(out / "model.safetensors")
     newest = load_file(Path(trained.exported) / "model.safetensors")
     assert whole.keys() == parts.keys() == newest.keys()
     assert all(torch.equal(parts[name], value.bfloat16()) for name, value in whole.items())
@@ -338,11 +334,10 @@ DATA = ["data=text", "data.path=other.txt", "data.cache_dir=cache"]
 @pytest.mark.parametrize(
     ("arrange", "name", "arguments", "words"),
     [
-        (nothing, "export_hf", ["gone", "out"], ["model='gone'", "must be the folder of a run"]),
-        (empty_run, "export_hf", ["empty", "out"], ["it holds no checkpoint"]),
-        (nothing, "export_hf", ["run", "out", "--step", "5"], ["step=5", "those there are: 3, 6"]),
-        (nothing, "export_hf", ["run", "out", "--max-shard-size", "big"], ["max shard size='big'", "5GB"]),
-        (strange_run, "export_hf", ["strange", "out"], ["strange/tokenizer", "is not what the run has written"]),
+        (nothing, "export", ["gone", "out"], ["model='gone'", "must be the folder of a run"]),
+        (empty_run, "export", ["empty", "out"], ["it holds no checkpoint"]),
+        (nothing, "export", ["run", "out", "--step", "5"], ["step=5", "those there are: 3, 6"]),
+        (strange_run, "export", ["strange", "out"], ["strange/tokenizer", "is not what the run has written"]),
         (nothing, "generate", ["run", "--prompt", ""], ["--prompt=''", "nothing to continue"]),
         (nothing, "generate", ["gpt2", *ASK], ["model='gpt2'", "models are not downloaded"]),
         (nothing, "generate", ["exported", *ASK, "--step", "3"], ["step=3", "has no steps"]),
@@ -375,7 +370,7 @@ def test_mistakes_are_refused_with_status_two_and_nothing_written(
     monkeypatch.chdir(tmp_path)
     arrange(tmp_path)
     before, entries = tree(tmp_path), sorted(os.listdir(tmp_path))
-    assert COMMANDS[name](arguments) == 2
+    assert getattr(models, name)(arguments) == 2
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.count("megalite: refused") == 1

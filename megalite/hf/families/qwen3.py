@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megalite.hf.families.family import Beyond, Found
-from megalite.hf.families.rotary import RotaryFamily
+from megalite.hf.families.llama import RotaryFamily
 
 
 class Qwen3(RotaryFamily):

@@ -101,12 +101,12 @@ def test_what_is_no_run_is_refused_all_at_once_and_nothing_is_written(tmp_path: 
     message = refused([run, tmp_path / "no-such", empty, file])
     assert "3 problems" in message
     assert message.count("there is no config.yaml") == 3
-    assert "is a folder, and is not replaced" in refused([run], tmp_path)
+    assert "is no regular file, and is not replaced" in refused([run], tmp_path)
     assert "holds something else than" in refused([run], run / "metrics.jsonl")
     assert "cannot be written" in refused([run], Path("/proc/report.html"))
     assert "No such file or directory" in refused([run], tmp_path / "missing" / "out.html")
     (run / "config.yaml").write_text("a: [")
-    assert f"{run / 'config.yaml'}: is not YAML" in refused([run])
+    assert f"{run / 'config.yaml'}: cannot be read" in refused([run])
     (run / "config.yaml").write_text("- a list")
     assert f"{run / 'config.yaml'}: holds no settings" in refused([run])
     assert [path.name for path in tmp_path.rglob("*.html*")] == []
