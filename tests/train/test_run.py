@@ -22,6 +22,7 @@ from megalite.commands.train import train_rank
 from megalite.config.derive import derive
 from megalite.config.schema import Config, OptimizerConfig
 from megalite.data.batch import Batch
+from megalite.data.batches import StepBatches
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import read_environment
@@ -56,9 +57,9 @@ def at_step(step: int, action: Callable[[], object], monkeypatch: pytest.MonkeyP
     """Call `action` when the metrics of `step` have been read."""
     add = Meter.add
 
-    def and_act(self: Meter, metrics: StepMetrics, *args: Any) -> None:
-        add(self, metrics, *args)
-        if metrics.step == step:
+    def and_act(self: Meter, metrics: StepMetrics, data: StepBatches, lr: float) -> None:
+        add(self, metrics, data, lr)
+        if data.planned.step == step:
             action()
 
     monkeypatch.setattr(Meter, "add", and_act)
@@ -181,16 +182,6 @@ def test_dropping_one_piece_of_state_is_noticed(
 
     monkeypatch.setattr(setting_up, "training_pieces", incomplete)
     assert resume_differs(text, tmp_path, monkeypatch)
-
-
-def test_a_longer_run_says_how_the_learning_rate_goes_on(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert start(config_for(text, tmp_path / "run", steps=4)) == 0
-    assert "the learning rate of step" not in capsys.readouterr().out
-    assert start(config_for(text, tmp_path / "run", steps=8)) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "the learning rate of step 5 is 0.00045; with the settings before it was 0.0001" in said
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(text: Path, tmp_path: Path) -> None:
