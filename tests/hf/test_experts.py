@@ -21,12 +21,8 @@ from megalite.hf.families import FAMILIES
 from megalite.hf.families.family import differences
 from megalite.hf.import_model import import_model
 from megalite.model.gpt import GPT
-from megalite.model.init import fill, start_values
 from megalite.model.parameters import gpt_parameters
-from tests.hf.peers import GROUPED, matching_config, save_peer
-from tests.hf.test_export import small
-from tests.hf.test_oracles import batch_of, largest_error
-from tests.model.small import CPU, gpt
+from tests.hf.peers import GROUPED, batch_of, imported, largest_error, matching_config, save_peer, small
 
 QWEN3_30B = transformers.Qwen3MoeConfig(num_hidden_layers=48, head_dim=128, norm_topk_prob=True, rope_theta=1e6)
 MIXTRAL_8X7B = transformers.MixtralConfig()  # the published model is their default
@@ -102,7 +98,7 @@ def test_an_export_holds_one_tensor_of_all_experts_at_a_time(tmp_path: Path, mon
             del value
 
     monkeypatch.setattr(export, "MAX_FILE", "2KB")
-    export_model(values(), config, tmp_path / "ours", dtype=torch.bfloat16, context_length=32)
+    export_model(values(), config, tmp_path / "ours", torch.bfloat16, context_length=32)
     assert len(alive) == len(gpt_parameters(config))
 
 
@@ -112,11 +108,7 @@ def test_an_export_holds_one_tensor_of_all_experts_at_a_time(tmp_path: Path, mon
 def upcycled(folder: Path, **moe: Any) -> tuple[ModelConfig, GPT]:
     """The folder's dense model with its MLP as every expert, and routers as the seed draws them."""
     settings = {"num_experts": 4, "ffn_hidden_size": 40, **moe}
-    config = matching_config(folder, **{f"moe.{name}": value for name, value in settings.items()})
-    model = gpt(config, dtype=torch.float64, device=CPU, seed=0).eval()
-    fill(model, start_values([one for one in gpt_parameters(config) if "router" in one.name], seed=3))
-    fill(model, import_model(folder, config))
-    return config, model
+    return imported(folder, **{f"moe.{name}": value for name, value in settings.items()})
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_tied"])
@@ -125,19 +117,16 @@ def test_a_dense_model_with_its_mlp_in_every_expert_computes_what_it_did(
     name: str, moe: dict[str, Any], tmp_path: Path
 ) -> None:
     save_peer(name, tmp_path)
-    config, model = upcycled(tmp_path, **moe)
-    dense = gpt(matching_config(tmp_path), dtype=torch.float64, device=CPU, seed=0).eval()
-    fill(dense, import_model(tmp_path, matching_config(tmp_path)))
-    tokens = torch.randint(53, (2, 21), generator=torch.Generator().manual_seed(1))
-    batch = batch_of(tokens, torch.ones(2, 20, dtype=torch.bool))
-    assert largest_error(model.logits(batch), dense.logits(batch), 1e-12) <= 1
+    (config, model), (_, dense) = upcycled(tmp_path, **moe), imported(tmp_path)
+    batch = batch_of(torch.randint(53, (2, 21), generator=torch.Generator().manual_seed(1)))
+    assert largest_error(model.eval().logits(batch), dense.eval().logits(batch), 1e-12) <= 1
     routers = [value for key, value in model.named_parameters() if "router" in key]
     assert len(routers) == 2 - moe.get("first_dense_layers", 0)
     assert all(router.any() for router in routers)
     parameters = dict(model.named_parameters())  # an export of it is a mixture
     values = ((record.name, parameters[record.name].detach()) for record in gpt_parameters(config))
     if name == "llama" and not moe:
-        export_model(values, config, tmp_path / "ours", dtype=torch.float64, context_length=32)
+        export_model(values, config, tmp_path / "ours", torch.float64, context_length=32)
         again = dict(import_model(tmp_path / "ours", matching_config(tmp_path / "ours")))
         assert all(torch.equal(again[key], value) for key, value in parameters.items())
 
