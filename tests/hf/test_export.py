@@ -18,7 +18,6 @@ from megalite.errors.problems import UserError
 from megalite.hf import export as export_file
 from megalite.hf.export import export_model, family_of
 from megalite.hf.import_model import import_model
-from megalite.hf.saved_model import open_model
 from megalite.model.init import start_values
 from megalite.model.parameters import gpt_parameters
 from tests.hf.peers import PEERS, batch_of, largest_error, matching_config, of_random_weights, save_peer, small
@@ -177,12 +176,3 @@ def test_a_folder_with_something_in_it_is_refused_and_kept(tmp_path: Path) -> No
         assert "it exists already" in refusal(config, tmp_path / name)
     assert os.listdir(tmp_path / "full") == ["notes"]
     assert "cannot be written" in refusal(config, tmp_path / "file" / "below")
-
-
-def test_a_run_without_checkpoints_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="must be the folder of a run"):
-        open_model(tmp_path / "run")
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    with pytest.raises(UserError, match="holds no checkpoint"):
-        open_model(tmp_path / "run")
-    assert os.listdir(tmp_path) == ["run"]
