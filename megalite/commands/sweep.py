@@ -33,10 +33,18 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.arguments import sources
 from megalite.config.compose import load_config, names_of
-from megalite.config.durable_files import open_to_append, private_files, write_atomically
+from megalite.config.durable_files import (
+    COMPARISON,
+    POINT,
+    STOP,
+    SWEEP,
+    open_to_append,
+    output_problems,
+    private_files,
+    write_atomically,
+)
 from megalite.config.hydra_files import PACKAGE, files_of, hydra_loader, in_one_line, run_hydra
 from megalite.config.overrides import as_override
-from megalite.config.own_files import COMPARISON, POINT, STOP, SWEEP, output_problems
 from megalite.config.schema import Config
 from megalite.config.user_files import read_object, refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse, to_stderr

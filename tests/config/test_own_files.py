@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from megalite.config import own_files
+from megalite.config import durable_files
 from megalite.config.compose import load_config
-from megalite.config.durable_files import write_atomically
-from megalite.config.own_files import STATUS, Kind, in_the_way, picture_of
+from megalite.config.durable_files import STATUS, Kind, in_the_way, picture_of, write_atomically
 from megalite.errors.problems import UserError
 
 # As f4fa60b wrote them, but the pictures, which have a mark only since.
@@ -26,7 +25,7 @@ WRITTEN = {
     "COMPARISON": b'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
     b'<meta name="generator" content="megalite comparison"/>\n',
 }
-KINDS: dict[str, Kind] = {name: getattr(own_files, name) for name in WRITTEN}
+KINDS: dict[str, Kind] = {name: getattr(durable_files, name) for name in WRITTEN}
 FOREIGN = {
     "text": b"Call me Ishmael.\n",
     "binary": b"\x00\xff" * 3000,
@@ -41,7 +40,7 @@ FOREIGN = {
 
 
 def test_every_kind_has_its_row() -> None:
-    assert {name for name, kind in vars(own_files).items() if isinstance(kind, Kind)} == KINDS.keys()
+    assert {name for name, kind in vars(durable_files).items() if isinstance(kind, Kind)} == KINDS.keys()
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -135,7 +134,7 @@ WRITING = re.compile(r"\.write_(text|bytes)\(|\bos\.(replace|rename)\(|\bopen\((
 
 
 def test_one_function_writes_files() -> None:
-    package = Path(own_files.__file__).parents[1]
+    package = Path(durable_files.__file__).parents[1]
     found = set()
     for path in package.glob("**/*.py"):
         calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))

@@ -166,7 +166,7 @@ def test_a_folder_that_is_not_there_or_not_a_whole_model_is_refused(tmp_path: Pa
     assert "nothing is downloaded" in str(refusal(tmp_path / "absent", ModelConfig()))
     assert "config.json" in str(refusal(tmp_path, ModelConfig()))
     (tmp_path / "config.json").write_text("{")
-    assert "is not JSON" in str(refusal(tmp_path, ModelConfig()))
+    assert "cannot be read" in str(refusal(tmp_path, ModelConfig()))
     save_peer("gpt2", tmp_path)
     config, path = matching_config(tmp_path), tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
