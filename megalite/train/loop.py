@@ -26,7 +26,7 @@ from megalite.pipeline.simulator import Span
 from megalite.train.build import data_share
 from megalite.train.evaluate import evaluate, sample
 from megalite.train.history import PIPELINE
-from megalite.train.metrics import Meter, StepMetrics
+from megalite.train.metrics import Meter
 from megalite.train.profile import profiled_step
 from megalite.train.replicas import check_replicas
 from megalite.train.saving import Saver, TrainingStoppedError
@@ -40,12 +40,12 @@ RANKS_EVERY = 50  # records between two moments at which ranks gather their meas
 
 
 class Hook(NamedTuple):
-    """A function to call with the step after every `every`-th step (0: never), once the metrics are read."""
+    """A function to call with the step after every `every`-th step (0: never), once the metrics are read. The time that
+    it takes counts in no step."""
 
     every: int
     function: Callable[[int], None]
     after_last: bool = False  # after the last step, too
-    pauses: bool = True  # it takes time that counts in no step
 
     def is_due(self, step: int, last: int) -> bool:
         return (self.every > 0 and step % self.every == 0) or (self.after_last and step == last)
@@ -88,10 +88,9 @@ def train(job: Job, saver: Saver) -> None:
                 for hook in due:
                     hook.function(step)
                 saver.report()
-                pauses = profiles or any(hook.pauses for hook in due)
-                if pauses or step % (RANKS_EVERY * config.train.log_interval) == 0:
+                if due or profiles or step % (RANKS_EVERY * config.train.log_interval) == 0:
                     meter.compare_ranks(job.log, job.hosts, step)
-                if pauses:
+                if due or profiles:
                     gc.collect()  # collection is off between pauses: it would stop ranks at different times
                     clock.restart()
                 data = coming
@@ -109,10 +108,10 @@ def hooks_of(job: Job, saver: Saver) -> list[Hook]:
     """The hooks of a run, in the order in which they are called."""
     train, evaluates = job.config.train, job.evaluation_interval > 0
     return [
-        Hook(train.check_replicas_every, partial(check_replicas, job.training, job.context), pauses=False),
+        Hook(train.check_replicas_every, partial(check_replicas, job.training, job.context)),
         Hook(job.evaluation_interval, partial(evaluate_model, job), after_last=evaluates),
         Hook(job.config.checkpoint.interval, saver.save, after_last=True),
-        Hook(train.sample_interval, partial(sample_text, job), after_last=bool(job.prompts)),
+        Hook(train.sample_interval, partial(sample_text, job), after_last=True),
     ]
 
 
@@ -144,7 +143,7 @@ def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatch
             data.microbatches,
             data.local_tokens,
             lr,
-            stop=job.stop_is_requested,
+            stop=job.stop.requested is not None,
             refused=bool(job.problems),
             next_local_tokens=None if coming is None or coming.planned.skipped else coming.local_tokens,
         )
@@ -153,24 +152,19 @@ def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatch
     return Launched(data, lr, metrics)
 
 
-def read_metrics(job: Job, pending: PendingMetrics) -> StepMetrics:
-    """The metrics of a step, once the device is done. UserError on all ranks where the input of one was refused."""
-    metrics = pending.read()
-    if not job.under_way:
-        job.context.set_timeout(after_report_s(job.config.parallel.timeout_s))
-        job.under_way = True
-    if metrics.refused:
-        all_ranks_or_raise(job.context, partial(refuse, job.problems))
-    job.stopping = job.stopping or metrics.stop
-    return metrics
-
-
 def account(job: Job, saver: Saver, meter: Meter, launched: Launched) -> None:
-    """Read the metrics of a step, which waits for the device, and let them count for the run."""
+    """Read the metrics of a step, which waits for the device, and let them count for the run. UserError on all ranks
+    where the input of one was refused."""
     (data, lr, pending), progress, train = launched, job.progress, job.config.train
-    metrics = None if pending is None else read_metrics(job, pending)
-    step = progress.step = data.planned.step
-    progress.samples = data.planned.first + data.planned.sequences
+    metrics, step = None if pending is None else pending.read(), data.planned.step
+    if metrics is not None:
+        if not job.under_way:
+            job.context.set_timeout(after_report_s(job.config.parallel.timeout_s))
+            job.under_way = True
+        if metrics.refused:
+            all_ranks_or_raise(job.context, partial(refuse, job.problems))
+        job.stopping = job.stopping or metrics.stop
+    progress.step, progress.samples = step, data.planned.first + data.planned.sequences
     if metrics is None:
         job.log.event("skipped_on_request", step)
     elif metrics.batch_tokens == 0:  # neither applied nor bad

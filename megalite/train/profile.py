@@ -5,17 +5,13 @@ ui.perfetto.dev opens, and `step-00000012-rank-00003.txt`, a table of the operat
 trace holds the step and its parts (train/metrics.py) as labelled ranges, one behind the other.
 """
 
-import gzip
-import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megalite.config.durable_files import write_atomically
 from megalite.train.history import StepPart
 from megalite.train.setup import Job
 
@@ -27,8 +23,8 @@ ROWS = 30  # of the table
 def profiled_step(job: Job, step: int) -> Iterator[None]:
     """Profile the step that happens inside, up to the reading of its metrics; leaves its files, or a warning. Such a
     step waits for its device and takes longer than others."""
-    training, cuda, label = job.training, job.context.device.type == "cuda", ExitStack()
-    thread = threading.get_ident()
+    clock, cuda, label = job.training.clock, job.context.device.type == "cuda", ExitStack()
+    thread, unheard = threading.get_ident(), clock.listener
 
     def begin(part: StepPart) -> None:
         """The part that was open ends. Another thread's view of it (autograd's) is not the step's."""
@@ -37,31 +33,21 @@ def profiled_step(job: Job, step: int) -> Iterator[None]:
             label.enter_context(record_function(f"part: {part}"))
 
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as record:
-        training.clock.listener = begin
-        try:
-            with record_function("train step"), label:
-                begin("other")
-                training.clock.restart()
-                yield
-                training.gather.finish()  # torch notes a transfer's end where its record was, freed or not
-                if cuda:
-                    torch.cuda.synchronize(job.context.device)
-        finally:
-            training.clock.listener = None
-    folder = job.folder.path / FOLDER
+        clock.listener = begin
+        with record_function("train step"), label:
+            clock.restart()
+            yield
+            job.training.gather.finish()  # torch notes a transfer's end where its record was, freed or not
+            if cuda:
+                torch.cuda.synchronize(job.context.device)
+        clock.listener = unheard
+    path = job.folder.path / FOLDER / f"step-{step:08d}-rank-{job.context.rank:05d}"
     try:
-        write_profile(folder / f"step-{step:08d}-rank-{job.context.rank:05d}", record, cuda=cuda)
+        path.parent.mkdir(exist_ok=True)
+        record.export_chrome_trace(f"{path}.trace.json.gz")
+        table = record.key_averages().table(sort_by=f"self_{'device' if cuda else 'cpu'}_time_total", row_limit=ROWS)
+        path.with_suffix(".txt").write_text(f"{table}\n")
     except OSError as error:
         job.log.note(f"warning: the profile of step {step} could not be kept: {error}")
     else:
-        job.log.event("profile", step, folder=str(folder))
-
-
-def write_profile(path: Path, record: profile, *, cuda: bool) -> None:
-    """Write both files, named as `path` with their endings."""
-    path.parent.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="megalite-") as folder:
-        record.export_chrome_trace(trace := f"{folder}/trace.json")
-        write_atomically(path.with_suffix(".trace.json.gz"), gzip.compress(Path(trace).read_bytes(), compresslevel=5))
-    table = record.key_averages().table(sort_by=f"self_{'device' if cuda else 'cpu'}_time_total", row_limit=ROWS)
-    write_atomically(path.with_suffix(".txt"), f"{table}\n".encode())
+        job.log.event("profile", step, folder=str(path.parent))

@@ -5,8 +5,9 @@ the newest checkpoint. What one rank finds wrong, all ranks refuse together.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,7 @@ from megalite.train.build import (
     fill_with_start_values,
 )
 from megalite.train.evaluate import Prompt, prompts_of
-from megalite.train.history import ENDS, EVENTS, METRICS, read_events, read_metrics
-from megalite.train.run_log import RunLog
+from megalite.train.history import ENDS, EVENTS, METRICS, RunLog, read_events, read_metrics
 from megalite.train.saving import Progress, SavedState, is_rounded, state_bytes, training_pieces
 
 
@@ -59,12 +59,12 @@ class Job:
     # From the checkpoint that the run continues from, and from the records beside it.
     resumed_from: int | None = None  # step of the checkpoint
     tokenizer_files: dict[str, str] = field(default_factory=dict)  # name -> hash
-    seals: dict[str, Any] = field(default_factory=dict)  # history.Seals of the files of the record
+    seals: dict[str, Any] = field(default_factory=dict)  # of the files of the record
     measured: dict[str, Any] = field(default_factory=dict)  # the newest line of a step
     finished: bool = False  # an earlier start has done and recorded everything: this one leaves the folder as it is
 
     # Where this start stands.
-    stop: StopSignals | None = None
+    stop: StopSignals = field(default_factory=StopSignals)
     stopping: bool = False  # all ranks know that one of them was asked to stop
     problems: list[Problem] = field(default_factory=list)  # of the input that this rank has read: no step is applied
     under_way: bool = False  # the first step is done: from now on no rank is late for a good reason
@@ -72,15 +72,9 @@ class Job:
     begun_step: int = 0
     evaluated_step: int = -1  # the newest one
 
-    @property
-    def stop_is_requested(self) -> bool:
-        """Whether this rank was asked to stop."""
-        return self.stop is not None and self.stop.requested is not None
-
     def go_on(self) -> bool:
         """Whether no rank was asked to stop; collective, one small all-reduce on the host."""
-        asked = [True] if self.stop_is_requested else []
-        self.stopping = self.stopping or any(self.context.gather_json(asked))
+        self.stopping = self.stopping or any(self.context.gather_json([True] if self.stop.requested else []))
         return not self.stopping
 
     @property
@@ -111,18 +105,12 @@ class Job:
 
 
 def set_up(
-    config: Config,
-    context: ParallelContext,
-    environment: ProcessEnvironment,
-    data: OpenedData,
-    read_weights: ReadWeights,
-    log: RunLog,
-    hosts: Sequence[str],
+    config: Config, context: ParallelContext, data: OpenedData, read_weights: ReadWeights, log: RunLog, hosts: list[str]
 ) -> Job:
     """The run on this rank: new, imported, or from the newest checkpoint in its folder."""
     vocabulary = {"model.vocab_size": config.model.vocab_size or data.vocab_size}
-    config = derive_device(with_values(config, vocabulary), context, environment, log.note)
-    path, weights = Path(config.run_dir), config.checkpoint.init_from
+    config = derive_device(with_values(config, vocabulary), context)
+    path, weights, tokenizer = Path(config.run_dir), config.checkpoint.init_from, data.tokenizer
     prompts = all_ranks_or_raise(context, lambda: prompts_of(config, data))
     continues = rank0_broadcast(context, lambda: has_checkpoints(path))
     if weights is not None and not continues:  # else nobody reads them
@@ -131,14 +119,15 @@ def set_up(
     try:
         for line in (*config.told, *folder.changes, *remarks(config, context)):
             log.note(line)
-        job = Job(config, context, data, folder, build_training(config, context), prompts, [*hosts], log)
+        training = build_training(config, context)
+        job = Job(config, context, data, folder, training, prompts, hosts, log)
         if (found := newest(folder.checkpoints, context, log.note)) is not None:
             restore(job, found)
         elif weights is not None:
-            buffers = job.training.buffers
-            all_ranks_or_raise(context, lambda: fill_with_imported_values(buffers, read_weights, config, context))
+            fill = partial(fill_with_imported_values, training.buffers, read_weights, config, context)
+            all_ranks_or_raise(context, fill)
         else:
-            fill_with_start_values(job.training.buffers, config, context)
+            fill_with_start_values(training.buffers, config, context)
         job.begun_step = job.progress.step
         job.evaluated_step, job.finished, job.measured = rank0_broadcast(context, lambda: examine_records(job))
         if not job.finished:
@@ -146,7 +135,7 @@ def set_up(
                 rank0_broadcast(context, lambda: require_room(folder.checkpoints, state_bytes(config)))
             derived = [name for name in config.derived if value_of(config, name) not in OPEN]
             folder.begin(context, as_plain(config) | {DERIVED: derived})
-        if (tokenizer := data.tokenizer) is not None:  # mended even if the run is over
+        if tokenizer is not None:  # mended even if the run is over
             known = job.tokenizer_files
             job.tokenizer_files = rank0_broadcast(context, lambda: keep_tokenizer(path, tokenizer.files(), known))
     except BaseException:
@@ -219,16 +208,14 @@ def restore(job: Job, found: Found) -> None:
         over = job.progress.samples * train.seq_length - consumed * length
         words = f"{consumed * length:,} tokens of its order; {over:,} are passed over"
         job.log.note(f"the data goes on behind the first {words}")
-    old = rate_after(found.step, state.config, as_record(LearningRateConfig, state.config["lr"], found.path / STATE))
-    new = rate_after(found.step, as_plain(job.config), job.config.lr)
+    before = as_record(LearningRateConfig, state.config["lr"], found.path / STATE)
+    old, new = (
+        learning_rate(found.step, lr, peak=settings["optimizer"]["lr"], steps=settings["train"]["steps"])
+        for settings, lr in ((state.config, before), (as_plain(job.config), job.config.lr))
+    )
     if not math.isclose(old, new, rel_tol=1e-6):
         words = f"the learning rate of step {found.step + 1} is {new:.3g}; with the settings before it was {old:.3g}"
         job.log.note(f"{words} (optimizer.lr, lr.schedule, lr.warmup_steps, train.steps)")
-
-
-def rate_after(step: int, settings: dict[str, Any], schedule: LearningRateConfig) -> float:
-    """The learning rate of the step after `step`."""
-    return learning_rate(step, schedule, peak=settings["optimizer"]["lr"], steps=settings["train"]["steps"])
 
 
 def examine_records(job: Job) -> tuple[int, bool, dict[str, Any]]:

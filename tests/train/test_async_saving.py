@@ -25,8 +25,8 @@ from megalite.config.schema import Config
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
-from megalite.train.replicas import ReplicaMismatchError
-from megalite.train.run_log import RunLog
+from megalite.train.history import RunLog
+from megalite.train.saving import TrainingStoppedError
 from tests.ranks import run_ranks
 from tests.train.runs import (
     finish,
@@ -193,7 +193,7 @@ def test_giving_up_names_the_checkpoint_that_was_under_way(
     assert checkpoints(tmp_path / "run") == [4]
 
 
-@pytest.mark.parametrize("error", [ReplicaMismatchError("ranks 0 and 1 differ"), ValueError("a bug")])
+@pytest.mark.parametrize("error", [TrainingStoppedError("ranks 0 and 1 differ"), ValueError("a bug")])
 def test_whatever_ends_the_run_the_save_under_way_comes_to_its_end(
     text: Path, tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:

@@ -49,8 +49,8 @@ def test_a_cpu_has_neither() -> None:
     assert (ready.train.cuda_graph, ready.parallel.async_tp) == (False, False)
 
 
-def chosen(context: ParallelContext, asked: bool | None, far: int | None, fails: int | None) -> str:
-    """What async_tp becomes where GPUs of rank `far` reach no other, or rank `fails` fails; how many tried."""
+def chosen(context: ParallelContext, asked: bool | None, fails: int | None) -> str:
+    """What async_tp becomes where rank `fails` fails; how many tried."""
     tried: list[int] = []
 
     def why(group: TensorGroup, *_: object) -> str:
@@ -58,7 +58,6 @@ def chosen(context: ParallelContext, asked: bool | None, far: int | None, fails:
         return "no NVLink" if group.index == fails else ""
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "no_shared_memory", lambda *_: "far" if context.rank == far else "")
         patch.setattr(build, "why_products_cannot_send", why)
         config = Config(model=small(), parallel=ParallelConfig(tp=2, async_tp=asked), train=TrainConfig(compile=True))
         ready = derive(config, 2)
@@ -70,18 +69,16 @@ def chosen(context: ParallelContext, asked: bool | None, far: int | None, fails:
 
 
 @pytest.mark.parametrize(
-    ("asked", "far", "fails", "words"),
+    ("asked", "fails", "words"),
     [
-        (None, None, None, "False 0"),  # no GPUs have run it
-        (False, None, None, "False 0"),
-        (True, None, None, "True 1"),
-        (True, None, 1, "products that send do not work here: no NVLink"),
+        (None, None, "False 0"),  # no GPUs have run it
+        (False, None, "False 0"),
+        (True, None, "True 1"),
+        (True, 1, "products that send do not work here: no NVLink"),
     ],
 )
-def test_products_send_where_all_ranks_find_that_they_can(
-    asked: bool | None, far: int | None, fails: int | None, words: str
-) -> None:
-    for found in run_ranks(chosen, 2, asked, far, fails, layout=ParallelLayout(tp=2)):
+def test_products_send_where_all_ranks_find_that_they_can(asked: bool | None, fails: int | None, words: str) -> None:
+    for found in run_ranks(chosen, 2, asked, fails, layout=ParallelLayout(tp=2)):
         assert words in found
 
 

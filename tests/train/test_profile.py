@@ -42,10 +42,10 @@ def test_a_profiled_step_leaves_a_trace_and_a_table_and_learns_the_same(text: Pa
 def test_a_trace_that_cannot_be_kept_does_not_end_the_run(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def no_space(path: Any, content: bytes = b"") -> None:
-        raise OSError(28, "No space left on device", str(path))
+    def no_space(self: Any, path: str) -> None:
+        raise OSError(28, "No space left on device", path)
 
-    monkeypatch.setattr(profile_module, "write_atomically", no_space)
+    monkeypatch.setattr(profile_module.profile, "export_chrome_trace", no_space)
     assert start(config_for(text, tmp_path / "run", steps=3, profile_steps=[2])) == 0
     assert "warning: the profile of step 2 could not be kept" in capsys.readouterr().out
     assert max(losses(tmp_path / "run")) == 3

@@ -13,8 +13,8 @@ from megalite.layout.groups import GroupNeeds
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.routers import Routers
 from megalite.train.build import build_training, fill_with_start_values
-from megalite.train.replicas import ReplicaMismatchError, check_replicas, content_hash
-from megalite.train.saving import owned_pieces
+from megalite.train.replicas import check_replicas, content_hash
+from megalite.train.saving import TrainingStoppedError, owned_pieces
 from tests.checkpoint.samples import index_of
 from tests.layouts.training import held_pieces
 from tests.ranks import run_ranks
@@ -75,7 +75,7 @@ def _message(context: ParallelContext, flip: Flip | None, zero: int) -> str | No
         last.view(torch.int32)[(-1,) * last.ndim] ^= 1
     try:
         check_replicas(training, context, 7)
-    except ReplicaMismatchError as error:
+    except TrainingStoppedError as error:
         return str(error)
     return None
 

@@ -16,7 +16,7 @@ SHARE = 300  # a run goes on for so many times as long as the last drawing took
 
 
 class LiveReport:
-    """report.html of a run that goes on, a view (train/run_log.py), drawn in at most one part in SHARE of its time."""
+    """report.html of a run that goes on, a view (train/history.py), drawn in at most one part in SHARE of its time."""
 
     name = REPORT.usual
 
