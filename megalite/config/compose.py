@@ -9,7 +9,7 @@ import io
 import os
 import re
 from argparse import Namespace
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,7 +25,7 @@ from megalite.config.arguments import read_arguments, shown
 from megalite.config.derive import derive
 from megalite.config.hydra_files import composed, files_of, in_one_line, run_hydra
 from megalite.config.model_folder import holds_tokenizer, imported_model_settings
-from megalite.config.overrides import as_override, assignments, choices_of, nearest_setting, read_override, unknown
+from megalite.config.overrides import as_override, nearest_setting, read_override, unknown
 from megalite.config.rules import check, unused
 from megalite.config.schema import Config
 from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_value
@@ -43,13 +42,12 @@ from megalite.config.settings import (
     yaml_value,
 )
 from megalite.config.user_files import absolute, read_yaml, refusing
-from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
+from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse
 
 OF_ONE_START = ("run_dir", "resume", "launch.preflight", "launch.status_file", "train.max_minutes")
 _VARIABLE = re.compile(r"oc\.env\s*:\s*['\"]?([^,}\s'\"]+)")
 
 Values = Mapping[str, Any]  # by the names of settings
-Source = Callable[[Values, Collection[str]], dict[str, Any]]  # what a folder says where the command says nothing
 Reading = tuple[Config, list[Problem], set[str], list[str]]
 
 
@@ -57,9 +55,7 @@ def load_config(argv: Sequence[str], world_size: int, unread: Collection[str] = 
     """The derived, checked config of a command line, or a UserError with every problem in it, but for those that rules
     find with settings that are `unread`."""
     config, problems, doubtful, _ = _read(read_arguments(argv))
-    problems += check(config, world_size, doubtful | set(unread))
-    if problems:
-        raise UserError(problems)
+    refuse([*problems, *check(config, world_size, doubtful | set(unread))])
     return derive(replace(config, told=(*config.told, *unused(config))), world_size)
 
 
@@ -76,10 +72,9 @@ def load_part(words: Sequence[str], doer: str, reads: Sequence[str]) -> Config:
     hint = f"what it reads: {', '.join(f'{one}=NAME' if one in GROUPS else one for one in reads)}"
     strange = sorted(names_of(words) & known - read)
     problems = [Problem(name, NO_VALUE, f"{doer} does not read it", hint) for name in strange]
-    config = collect(lambda: load_config(words, 1, SETTINGS.keys() - read), problems)
-    if problems or config is None:
-        raise UserError(problems)
-    return config
+    config = collect(partial(load_config, words, 1, SETTINGS.keys() - read), problems)
+    refuse(problems)
+    return config or Config()
 
 
 def load_values(words: Sequence[str], reads: Sequence[str]) -> Config:
@@ -90,9 +85,7 @@ def load_values(words: Sequence[str], reads: Sequence[str]) -> Config:
     """
     found, problems, doubtful, _ = _read(read_arguments(words))
     config = with_values(Config(), {name: value_of(found, name) for name in reads})
-    problems += [problem for problem in bounds(config) if problem.setting not in doubtful]
-    if problems:
-        raise UserError(problems)
+    refuse([*problems, *(problem for problem in bounds(config) if problem.setting not in doubtful)])
     return config
 
 
@@ -101,8 +94,7 @@ def show_information(arguments: Namespace) -> int:
     given: list[str] = []
     if not arguments.shell_completion:  # which has words of its own
         _, problems, _, given = _read(arguments)
-        if problems:
-            raise UserError(problems)
+        refuse(problems)
     output = io.StringIO()
     with redirect_stdout(output):
         status = run_hydra([*given, *arguments.overrides, *shown(arguments)], lambda config: None, arguments)
@@ -116,35 +108,31 @@ def _read(arguments: Namespace) -> Reading:
     they were to have), and overrides with what a folder gives."""
     problems, files = list[Problem](), files_of(arguments)
     setup_globals()  # ${now:...}
-    read = (collect(partial(read_override, text, files), problems) for text in arguments.overrides)
-    overrides = [override for override in read if override is not None]
-    choosing = [override for override in overrides if choices_of(override, files)]
-    choices = {each.get_key_element(): str(each.value()) for each in choosing}
-    found = collect(partial(composed, files, choices), problems)
+    read = [collect(partial(read_override, text, files), problems) for text in arguments.overrides]
+    said = [each for each in read if each is not None]
+    found = collect(partial(composed, files, {one.group: one.choice for one in said if one.choice}), problems)
+    command = {name: value for each in said for name, value in each.values.items()}
+    names = {name for each in said for name in each.names}
     by_files = {name: (found or {}).get(name, setting.default) for name, setting in SETTINGS.items()}
-    setting_ones = [override for override in overrides if override not in choosing]
-    by_command = {name: value for each in setting_ones for name, value in assignments(each).items()}
-    named = {name for override in overrides for name in _settings_named(override)}
-    if by_files["tokenizer"] == SETTINGS["tokenizer"].default and "tokenizer" not in by_command:
-        named.discard("tokenizer")  # a recipe that does not speak of it leaves it to the weights
-    strange = {**(found or {}), **by_command}.items()
-    problems += [unknown(name, value) for name, value in strange if name not in SETTINGS]
-    written = by_files | {name: value for name, value in by_command.items() if name in SETTINGS}
+    if by_files["tokenizer"] == SETTINGS["tokenizer"].default and "tokenizer" not in command:
+        names.discard("tokenizer")  # a recipe that does not speak of it leaves it to the weights
+    problems += [unknown(name, value) for name, value in {**(found or {}), **command}.items() if name not in SETTINGS]
+    written = {name: command.get(name, value) for name, value in by_files.items()}
     departures = tuple(name for name in SETTINGS if written[name] != by_files[name])
     values, wrong = _resolved(written)
     told, texts = list[str](), list[str]()
-    sources: dict[str, Source] = {}  # a command that names the config takes nothing from elsewhere
+    sources = {"as before": _of_run, "from the weights": _of_weights}
     if files.recipe is not None:
-        sources = {f"from {files.recipe}": partial(_of_recipe, path=files.recipe)}
-    elif not (arguments.config_name or arguments.config_path):
-        sources = {"as before": _of_run, "from the weights": _of_weights}
+        sources = {f"from {files.recipe}": partial(_of_recipe, files.recipe)}
+    elif arguments.config_name or arguments.config_path:
+        sources = {}  # a command that names the config takes nothing from elsewhere
     for source, values_of in sources.items():
-        given = collect(partial(values_of, values, named), problems) or {}
-        new = {name: value for name, value in given.items() if name not in named and value != values[name]}
+        given = collect(partial(values_of, values, names), problems) or {}
+        new = {name: value for name, value in given.items() if name not in names and value != values[name]}
         if new:
             words = {name: f"{name}={as_override(value)}" for name, value in new.items()}
-            texts += words.values()
             told.append(f"{source}: {', '.join(words.values())}")
+            texts += words.values()
             parse = OverridesParser.create().parse_override
             written |= {name: parse(word).value() for name, word in words.items()}
             values, wrong = _resolved(written)
@@ -153,14 +141,6 @@ def _read(arguments: Namespace) -> Reading:
     doubtful = {*SETTINGS} if found is None or EXPERIMENT in meant else meant
     config = replace(with_values(Config(), values), told=tuple(told), departures=departures)
     return config, problems, doubtful, texts
-
-
-def _settings_named(override: Override) -> set[str]:
-    """The settings that an override speaks of: all of a group whose file it chooses, every one for a recipe."""
-    name = override.get_key_element()
-    if name in SETTINGS or isinstance(override.value(), dict):  # {} names none of a group's
-        return {*assignments(override)}
-    return {setting.name for setting in SETTINGS.values() if setting.group == name or name not in GROUPS}
 
 
 def _resolved(written: Values) -> tuple[dict[str, Any], list[Problem]]:
@@ -210,11 +190,10 @@ def _run_of(values: Values, named: Collection[str]) -> Path | None:
     return path if os.path.lexists(path) and path.with_name("run.json").is_file() else None
 
 
-def _of_recipe(values: Values, named: Collection[str], path: Path) -> dict[str, Any]:
+def _of_recipe(path: Path, values: Values, named: Collection[str]) -> dict[str, Any]:
     """The settings in the config.yaml of a run, for a new run in another folder."""
     saved = _saved(path, "write it as the run did, or give all settings")
-    if slips := [unknown(name, value) for name, value in saved.items() if name not in SETTINGS]:
-        raise UserError(slips)
+    refuse([unknown(name, value) for name, value in saved.items() if name not in SETTINGS])
     return {name: value for name, value in saved.items() if name != "run_name"}
 
 
@@ -222,12 +201,10 @@ def _saved(path: Path, remedy: str) -> dict[str, Any]:
     """The values in a run's config.yaml by name, without those that were derived or concern one start."""
     saved = read_yaml(path, remedy)
     with refusing(path, remedy):
-        values = leaves(saved) if isinstance(saved, dict) else {DERIVED: None}
-        derived: Any = values.pop(DERIVED, [])
-        lists = [value for value in (derived, *values.values()) if isinstance(value, list)]
-        if not isinstance(derived, list) or any(isinstance(one, list | dict) for each in lists for one in each):
+        derived = saved.pop(DERIVED, []) if isinstance(saved, dict) else None
+        if not isinstance(derived, list):
             raise ValueError("holds no settings of a run")
-    return {name: value for name, value in values.items() if name not in (*OF_ONE_START, *derived)}
+    return {name: value for name, value in leaves(saved).items() if name not in (*OF_ONE_START, *derived)}
 
 
 def _of_weights(values: Values, named: Collection[str]) -> dict[str, Any]:

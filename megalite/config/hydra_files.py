@@ -9,6 +9,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -35,18 +36,12 @@ _VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") 
 
 
 class Files(NamedTuple):
-    """Where to look: `main` holds the config to begin with, `own` files that come before those of the same name.
+    """Folders like conf/, of which the first that has a file counts, and the name of the config to begin with.
     `recipe`: the config.yaml of a run, whose settings come on top."""
 
-    main: str
+    folders: tuple[str, ...]
     name: str
-    own: str | None = None
     recipe: Path | None = None
-
-    @property
-    def folders(self) -> list[str]:
-        """Where to look, the user's own folder first."""
-        return [folder for folder in (self.own, self.main) if folder]
 
     def find(self, group: str, name: str) -> Path | None:
         """The file of a group, or of none (``)."""
@@ -60,53 +55,43 @@ class Files(NamedTuple):
 
 def files_of(arguments: Namespace) -> Files:
     """The files that a command line asks for."""
-    name, own = (arguments.config_name or "config").removesuffix(".yaml"), arguments.config_dir
-    files = Files(arguments.config_path or str(CONF), name, own)
+    name, main = (arguments.config_name or "config").removesuffix(".yaml"), arguments.config_path or str(CONF)
+    files = Files((arguments.config_dir, main) if arguments.config_dir else (main,), name)
     chosen = files.find("", name)
     with suppress(UserError):  # refused by whoever composes the file
         if chosen is not None and chosen.parent != CONF and DERIVED in read_yaml(chosen):
-            return Files(str(CONF), "config", own if own and not Path(own, "config.yaml").is_file() else None, chosen)
+            others = [folder for folder in files.folders if folder not in (str(chosen.parent), str(CONF))]
+            return Files((*others, str(CONF)), "config", chosen)
     return files
 
 
 def composed(files: Files, chosen: Mapping[str, str]) -> dict[str, Any]:
     """The settings in the files of the command's choices, by dotted names, before interpolations are resolved.
     UserError for a file that cannot be read."""
-    with refusing(f"--config-name={files.name}", MEND):  # files may name each other
-        choices = _choices(files, "", files.name)
-        if recipe := chosen.get(EXPERIMENT, choices.get(EXPERIMENT)):
-            choices |= _choices(files, EXPERIMENT, recipe)
-        found = dict(_settings(files, "", files.name, choices | dict(chosen)))
-    return {name: value for name, value in found.items() if not name.startswith("hydra.")}
+    read, choices = cache(partial(_file, files)), dict[str, Any](chosen)
 
-
-def _choices(files: Files, group: str, name: str) -> dict[str, Any]:
-    """The choices by group in a file's list of defaults, and before them those of the files that it builds on."""
-    defaults, chosen = _file(files, group, name)[0], dict[str, Any]()
-    for entry in defaults:
-        if isinstance(entry, str) and entry not in (_SELF, SCHEMA):
-            chosen |= _choices(files, group, entry)
-    own = [item for entry in defaults if isinstance(entry, dict) for item in entry.items()]
-    return chosen | {key.removeprefix(_OVERRIDE).removeprefix("/"): choice for key, choice in own}
-
-
-def _settings(files: Files, group: str, name: str, choices: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Names and values in a file and in those that it names, in the order in which they count."""
-    defaults, values = _file(files, group, name)
-    for entry in defaults if _SELF in defaults else [*defaults, _SELF]:
-        if entry == _SELF:
-            yield from values.items()
-        elif isinstance(entry, str) and entry != SCHEMA:
-            yield from _settings(files, group, entry, choices)
-        for key, default in entry.items() if isinstance(entry, dict) else ():
+    def walk(group: str, name: str) -> Iterator[tuple[str, Any]]:
+        """Names and values in a file and in those that it names, in the order in which they count."""
+        entries, values = read(group, name)
+        for key, choice in entries:
+            if key.startswith(_OVERRIDE):  # a file's own count more than those of the files that it builds on
+                choices.setdefault(key.removeprefix(_OVERRIDE).removeprefix("/"), choice)
+        for key, default in entries:
             inner = key.removeprefix("/") if not group or key.startswith("/") else f"{group}/{key}"
-            choice = choices.get(inner, default)
-            if choice is not None and not key.startswith(_OVERRIDE):
-                yield from _settings(files, inner, choice, choices)
+            if key == _SELF:
+                yield from values.items()
+            elif not key and default != SCHEMA:
+                yield from walk(group, default)
+            elif key and not key.startswith(_OVERRIDE) and (choice := choices.get(inner, default)) is not None:
+                yield from walk(inner, choice)
+
+    with refusing(f"--config-name={files.name}", MEND):  # files may name each other
+        list(walk("", files.name))  # for the choices, which may be of files before
+        return {name: value for name, value in walk("", files.name) if not name.startswith("hydra.")}
 
 
-def _file(files: Files, group: str, name: str) -> tuple[list[Any], dict[str, Any]]:
-    """The list of defaults in a file, and the values in it by dotted names."""
+def _file(files: Files, group: str, name: str) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
+    """The list of defaults in a file, as groups (none: the same) and choices, and the values in it by dotted names."""
     if (path := files.find(group, name)) is None:
         flag, near = group or "--config-name", nearest(str(name), files.options(group), cutoff=0)
         rule = f"there is no {f'{group}/' * bool(group)}{name}.yaml in {' or '.join(files.folders)}"
@@ -114,32 +99,40 @@ def _file(files: Files, group: str, name: str) -> tuple[list[Any], dict[str, Any
     text, content = read_text(path, MEND), read_yaml(path, MEND)
     with refusing(path, MEND):
         defaults = content.pop("defaults", []) if isinstance(content, dict) else None
-        if not isinstance(defaults, list) or not all(
-            isinstance(key, str) for entry in defaults for key in entry or [0]
-        ):
+        if not isinstance(defaults, list) or not all(isinstance(entry, str | dict) for entry in defaults):
             raise ValueError("holds no settings, or no list of defaults")
-        keys = [key for entry in defaults if isinstance(entry, dict) for key in entry]
-        if group not in ("", EXPERIMENT) and any(key.startswith((_OVERRIDE, "/")) for key in keys):
+        items = [entry.items() if isinstance(entry, dict) else [("", entry)] for entry in defaults]
+        entries = [(_SELF if choice == _SELF else str(key), choice) for each in items for key, choice in each]
+        if group not in ("", EXPERIMENT) and any(key.startswith((_OVERRIDE, "/")) for key, _ in entries):
             raise ValueError("chooses files of other groups, as only a recipe may")
     named = re.search(r"^#\s*@package\s+(\S+)", text, re.MULTILINE)
     package = named[1].replace("_global_", "").replace("_group_", group) if named else group
-    return defaults, leaves(content, f"{package.replace('/', '.')}." if package else "")
+    values = leaves(content, f"{package.replace('/', '.')}." if package else "")
+    return entries if _SELF in defaults else [*entries, (_SELF, None)], values
 
 
-class _OwnFolder(SearchPathPlugin):
-    """Puts the user's own folder before the main one."""
+class _OwnFolders(SearchPathPlugin):
+    """Puts the folders of the user before the main one, which is the last."""
 
-    folder: ClassVar[str | None] = None
+    folders: ClassVar[Sequence[str]] = ()
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        if self.folder is not None:
-            search_path.prepend("own", f"file://{self.folder}", anchor="main")
+        for folder in self.folders:
+            search_path.prepend("own", f"file://{folder}", anchor="main")
+
+
+def _main_folder(files: Files) -> str:
+    """Hydra's main folder, when it knows all others."""
+    *_OwnFolders.folders, main = files.folders
+    Plugins.instance().register(_OwnFolders)
+    if f"{SCHEMA}.yaml" not in ConfigStore.instance().list(""):  # Hydra 1.5 refuses it a second time
+        ConfigStore.instance().store(name=SCHEMA, node={})
+    return main
 
 
 def hydra_loader(files: Files) -> ConfigLoader:
     """Hydra's config loader."""
-    _look_in(files)
-    with hydra.initialize_config_dir(files.main, "pretrain_gpt", **_VERSION_BASE):
+    with hydra.initialize_config_dir(_main_folder(files), "pretrain_gpt", **_VERSION_BASE):
         return GlobalHydra.instance().config_loader()
 
 
@@ -147,22 +140,14 @@ def run_hydra(words: Sequence[str], function: Callable[[Any], Any], arguments: N
     """Lets Hydra itself read a command line, and call the function if that is for it; the exit status. `arguments`
     say where its files are."""
     files = files_of(arguments)
-    _look_in(files)
     given, sys.argv[1:] = sys.argv[1:], [*words]
     try:
-        hydra.main(config_path=files.main, config_name=files.name, **_VERSION_BASE)(function)()
+        hydra.main(config_path=_main_folder(files), config_name=files.name, **_VERSION_BASE)(function)()
     except SystemExit as ended:
         return int(ended.code or 0)
     finally:
         sys.argv[1:] = given
     return 0
-
-
-def _look_in(files: Files) -> None:
-    _OwnFolder.folder = files.own
-    Plugins.instance().register(_OwnFolder)
-    if f"{SCHEMA}.yaml" not in ConfigStore.instance().list(""):  # Hydra 1.5 refuses it a second time
-        ConfigStore.instance().store(name=SCHEMA, node={})
 
 
 def in_one_line(error: Exception) -> str:

@@ -14,7 +14,7 @@ from megalite.config.rules import RULES
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, outside, with_values
 from megalite.config.user_files import read_object
-from megalite.errors.problems import NO_VALUE, Problem, UserError
+from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse
 from megalite.hf.families import FAMILIES, NAMES
 from megalite.hf.families.family import Family
 from megalite.hf.families.llama import RotaryFamily
@@ -31,18 +31,17 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of 
 def imported_model_settings(folder: str | Path) -> dict[str, Any]:
     """The `model.*` settings that match the folder's config.json: {"num_layers": 12, ...}. UserError with every key
     whose value is wrong, or else with every key that they cannot say."""
+
+    def refuse_all(misfits: Iterator[Misfit], why: str, hint: str) -> None:
+        name = Path(folder) / "config.json"
+        refuse([Problem(f"{name}: {key}", value, why + rule, hint, here=True) for key, value, rule in misfits])
+
     found = read_model_file(Path(folder))
     family = FAMILIES[found["model_type"]]
-    wrong, hint, settings = [*_misfits(family, found)], REPAIR, dict[str, Any]()
-    if not wrong:
-        unsaid = "no setting here says it; what can be said: "
-        wrong, hint = [(key, value, unsaid + known) for key, value, known in family.beyond(found)], OTHER_MODEL
-    if not wrong:
-        settings = family.settings(found)
-        wrong, hint = [*_contradictions(family, found, settings)], REPAIR
-    if wrong:
-        name = Path(folder) / "config.json"
-        raise UserError([Problem(f"{name}: {key}", value, rule, hint, here=True) for key, value, rule in wrong])
+    refuse_all(_misfits(family, found), "", REPAIR)
+    refuse_all(family.beyond(found), "no setting here says it; what can be said: ", OTHER_MODEL)
+    settings = family.settings(found)
+    refuse_all(_contradictions(family, found, settings), "", REPAIR)
     return settings
 
 

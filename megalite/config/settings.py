@@ -89,6 +89,13 @@ class Setting:
         kind = typing.get_args(self.kind)[0] if several else self.kind
         return [_single(kind, one) for one in value] if isinstance(value, list) else _single(kind, value)
 
+    def takes(self, value: Any) -> bool:
+        """Whether the value is of this setting's type and within its bounds."""
+        try:
+            return outside(self, self.typed(value)) is None
+        except (ValueError, OverflowError):
+            return False
+
 
 def _single(kind: Any, value: Any) -> Any:
     if kind is bool and (word := str(value).lower()) in (*YES, *NO):
@@ -203,9 +210,8 @@ def outside(setting: Setting, value: Any) -> Problem | None:
 def unusable(name: str, value: Any) -> Problem | None:
     """The problem with a path, or with one of several, that no file system takes; `name` is the setting."""
     for path in map(os.path.expanduser, map(str, value if isinstance(value, list) else [value])):
-        if path.startswith("~"):
-            return Problem(name, value, "there is no user of this name", f"./{path} for a folder of that name")
         empty = not path and name != "tokenizer"  # its rule names the choices
-        if empty or "\0" in path or any(len(os.fsencode(part)) > LONGEST_NAME for part in path.split("/")):
-            return Problem(name, value, "no file can have this name", "another path")
+        too_long = any(len(os.fsencode(part)) > LONGEST_NAME for part in path.split("/"))
+        if empty or too_long or "\0" in path or path.startswith("~"):  # of a user who is unknown
+            return Problem(name, value, "no file can have this name", "another path; ./~NAME for such a name")
     return None

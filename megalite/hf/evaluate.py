@@ -5,7 +5,7 @@ evaluated whole, in windows that follow each other without overlap: of each of i
 predicted once.
 """
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,27 +16,27 @@ from megalite.config.compose import load_part, names_of
 from megalite.config.schema import Config
 from megalite.data.batch import Batch
 from megalite.data.batches import read_batch, validation_batches
-from megalite.data.open import OpenedData, TokenFiles, open_data
+from megalite.data.open import OpenedData, open_data
 from megalite.data.samples import SampleSource
 from megalite.errors.problems import Problem, UserError
 from megalite.hf.saved_model import SavedModel, open_model
 from megalite.launch.device import name_of
+from megalite.prepare.prepare import prepare
 from megalite.train.evaluate import Sums
 
 NAME_DATA = "name the data to evaluate on: data=stdlib, or data=text data.path=FILE"
-Prepare = Callable[[Config], TokenFiles]  # makes the token files that a config needs
 Work = tuple[Config, OpenedData, SampleSource, str]  # a part of the opened data, which is said in words
 
 
 @torch.no_grad()
 def evaluate_saved(
-    folder: Path, words: Sequence[str], prepare: Prepare, step: int | None, rows: int, max_tokens: int | None
+    folder: Path, words: Sequence[str], step: int | None, rows: int, max_tokens: int | None
 ) -> dict[str, Any]:
-    """The model in `folder`, a run's (its newest checkpoint, or that of `step`) or one of transformers, on the data.
+    """Results of the model in `folder`, a run's (its newest checkpoint, or that of `step`) or one of transformers. The
+    loss is the mean over the predicted tokens, in nats.
 
-    `words` are overrides, as the training command takes them. Where they name no data, a run is evaluated on what it
-    held out; of other data, at most `max_tokens` tokens, `rows` sequences at a time. The loss is the mean over the
-    predicted tokens, in nats.
+    Where the overrides `words` name no data, a run is evaluated on what it held out; of other data, at most
+    `max_tokens` tokens, `rows` sequences at a time.
     """
     named = names_of(words)
     own_data = not any(name.partition(".")[0] == "data" for name in named)
@@ -47,8 +47,7 @@ def evaluate_saved(
         rule = "has no effect: a run's own validation part is evaluated as in training"
         raise UserError(Problem("--max-tokens", max_tokens, rule, NAME_DATA))
     saved = open_model(folder, step)
-    work = _own_data(saved, asked, named, prepare) if own_data else _other_data(saved, asked, named, prepare)
-    config, opened, source, description = work
+    config, opened, source, description = (_own_data if own_data else _other_data)(saved, asked, named)
     batches = _windows(source, config, rows, max_tokens or sum(part.tokens for part in source.parts))
     if own_data:
         steps = validation_batches(source, config, dp_rank=0, dp_size=1, device=torch.device("cpu"))
@@ -73,7 +72,7 @@ def evaluate_saved(
     }
 
 
-def _own_data(saved: SavedModel, asked: Config, named: Set[str], prepare: Prepare) -> Work:
+def _own_data(saved: SavedModel, asked: Config, named: Set[str]) -> Work:
     """The data that the run held out."""
     config, state = saved.config, saved.state
     if state is None:
@@ -91,7 +90,7 @@ def _own_data(saved: SavedModel, asked: Config, named: Set[str], prepare: Prepar
     return config, opened, opened.validation, f"the validation part of {opened.description}"
 
 
-def _other_data(saved: SavedModel, asked: Config, named: Set[str], prepare: Prepare) -> Work:
+def _other_data(saved: SavedModel, asked: Config, named: Set[str]) -> Work:
     """The data that the overrides name, read with the model's tokenizer, and masked as the run's own where the user
     does not say. Nothing is held out unless the user says so."""
     seq_length = asked.train.seq_length if "train.seq_length" in named else saved.config.train.seq_length

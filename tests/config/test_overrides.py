@@ -22,15 +22,14 @@ ONE_MISTAKE = [
     ("model.layers=6", ["unknown setting", "model.num_layers=6"]),
     (
         "data.validation_path=/dir",
-        ["unknown setting", "nearest setting is data.validation_fraction: number, at least 0"],
+        ["unknown setting", "did you mean data.validation_fraction: number, at least 0"],
     ),
-    ("optimizer.learning_rate=fast", ["unknown setting", "nearest setting is optimizer.lr: number, above 0"]),
+    ("optimizer.learning_rate=fast", ["unknown setting", "did you mean optimizer.lr: number, above 0"]),
     ("rundir='a=b'", ["unknown setting", "did you mean 'run_dir=\"a=b\"'"]),
     ("zzz=1", ["zzz=1", "unknown setting", "model", "checkpoint", "docs/configuration.md"]),
     ("model.zzz=1", ["model.zzz", "unknown setting", "num_layers"]),
     ("model@here=gpt2", ["model@here", "unknown setting"]),
     ("~train.steps", ["~train.steps", "cannot be removed"]),
-    ("train.tokens=1000000", ["unknown setting", "train.steps=N", "train.global_batch_size x train.seq_length"]),
     # choices of groups
     ("model=gtp2", ["unknown choice", "model=gpt2 is the nearest", "llama3_8b"]),
     ("model=", ["unknown choice", "tiny"]),
@@ -52,7 +51,7 @@ ONE_MISTAKE = [
     ("seed=1,2", ["several values", "[1,2]", "--multirun"]),
     ("train.steps=" + "9" * 5000, ["cannot be read", "4300 digits"]),
     # code and Hydra's own ways
-    ("model._target_=os.system", ["unknown setting", "model.activation=swiglu"]),
+    ("model._target_=os.system", ["unknown setting"]),
     ("data.path=[{_target_: os.system}]", ["data.path"]),
     ("+hydra.callbacks.x._target_=os.system", ["has no effect"]),
     ("hydra.mode=MULTIRUN", ["hydra.mode", "--multirun"]),

@@ -1,8 +1,6 @@
 """A file takes the place of its own kind alone: what others wrote, and what is no regular file, stays as it is."""
 
-import ast
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -37,10 +35,6 @@ FOREIGN = {
     "page": b"<!DOCTYPE html>\n<html><body>megalite report</body></html>",
     "drawing": b'<?xml version="1.0"?>\n<svg><dc:title>Matplotlib v3.11.2</dc:title></svg>',
 }
-
-
-def test_every_kind_has_its_row() -> None:
-    assert {name for name, kind in vars(durable_files).items() if isinstance(kind, Kind)} == KINDS.keys()
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -121,23 +115,3 @@ def test_a_status_file_is_not_what_is_read_as_text(tmp_path: Path) -> None:
             "data=text", f"data.path={path}", status, f"run_dir={tmp_path.parent}/elsewhere"
         )
     assert load_config([f"launch.status_file={tmp_path}/b.txt"], 1), "without that text it is one of ours"
-
-
-WRITERS = {  # who may write files in another way, and where
-    "config/durable_files.py",  # the one
-    *("hf/export.py", "prepare/tokenizing.py"),  # drafts, and folders of ours
-    *("checkpoint/store.py", "checkpoint/commit.py"),  # in checkpoints
-    *("commands/sweep.py", "launch/watchdog.py"),  # a byte to its own stop file; a new file
-    "verify/running.py",  # a temporary folder
-}
-WRITING = re.compile(r"\.write_(text|bytes)\(|\bos\.(replace|rename)\(|\bopen\(([^()]*, )?'[rwax+b]*[wax+][rwax+b]*'")
-
-
-def test_one_function_writes_files() -> None:
-    package = Path(durable_files.__file__).parents[1]
-    found = set()
-    for path in package.glob("**/*.py"):
-        calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
-        if any(WRITING.search(ast.unparse(call)) for call in calls):
-            found.add(str(path.relative_to(package)))
-    assert found == WRITERS

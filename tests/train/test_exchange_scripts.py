@@ -271,11 +271,11 @@ def model_of_positions(place: Path) -> None:
     from megalite.hf.export import export_model
     from megalite.model.init import start_values
     from megalite.model.parameters import gpt_parameters
-    from tests.hf.test_export import small
+    from tests.hf.peers import small
 
     config, others = small("gpt2", vocab_size=3), char_tokenizer(["abc"]).files(16)
     values = start_values(gpt_parameters(config), seed=1)
-    export_model(values, config, place / "table", dtype=torch.float32, context_length=16, others=others)
+    export_model(values, config, place / "table", torch.float32, context_length=16, others=others)
 
 
 def nothing(place: Path) -> None:
