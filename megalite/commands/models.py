@@ -35,7 +35,7 @@ def evaluate(options: Namespace, overrides: list[str]) -> Shown:
 
     OVERRIDES are those of pretrain_gpt.py that concern data and device. Data that is named is evaluated whole.
     """
-    from megalite.hf.evaluate import evaluate_saved
+    from megalite.hf.inference import evaluate_saved
 
     found = evaluate_saved(options.model, overrides, options.step, options.batch_size, options.max_tokens)
     if options.json:
@@ -64,7 +64,7 @@ def generate(options: Namespace, overrides: list[str]) -> Shown:
     hint = "--prompt 'Once upon a time'"
     refuse([Problem("--prompt", text, "there is nothing to continue", hint) for text in options.prompt if not text])
     config = load_part(overrides, "generating text", ("seed", "device", "precision"))
-    from megalite.hf.generate import Sampling, texts_of
+    from megalite.hf.inference import Sampling, texts_of
     from megalite.hf.saved_model import open_model
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.num_samples, options.max_new_tokens)
