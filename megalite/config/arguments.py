@@ -86,15 +86,11 @@ def read_arguments(argv: Sequence[str]) -> Namespace:
     return arguments
 
 
-def flags(arguments: Namespace, names: Sequence[str]) -> list[str]:
-    """The flags of these names as they are typed, those that were not given left out."""
+def flags(arguments: Namespace, names: Sequence[str] = ("config_name", *FOLDERS)) -> list[str]:
+    """The flags of these names as they are typed, those that were not given left out. Without names: all that lead
+    another process to the same config files."""
     given = {_flag(name): getattr(arguments, name) for name in names}
     return [word for flag, value in given.items() if value for word in ([flag] if value is True else [flag, value])]
-
-
-def sources(arguments: Namespace) -> list[str]:
-    """The flags that lead another process to the same config files."""
-    return flags(arguments, ("config_name", *FOLDERS))
 
 
 def shown(arguments: Namespace) -> list[str]:

@@ -29,18 +29,7 @@ from megalite.config.overrides import as_override, nearest_setting, read_overrid
 from megalite.config.rules import check, unused
 from megalite.config.schema import Config
 from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_value
-from megalite.config.settings import (
-    DERIVED,
-    EXPERIMENT,
-    GROUPS,
-    SETTINGS,
-    bounds,
-    leaves,
-    nested,
-    value_of,
-    with_values,
-    yaml_value,
-)
+from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, bounds, leaves, nested, with_values
 from megalite.config.user_files import absolute, read_yaml, refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse
 
@@ -84,7 +73,7 @@ def load_values(words: Sequence[str], reads: Sequence[str]) -> Config:
     joins settings is asked, so the command asks those that concern it. Raises UserError.
     """
     found, problems, doubtful, _ = _read(read_arguments(words))
-    config = with_values(Config(), {name: value_of(found, name) for name in reads})
+    config = with_values(found, {name: setting.default for name, setting in SETTINGS.items() if name not in reads})
     refuse([*problems, *(problem for problem in bounds(config) if problem.setting not in doubtful)])
     return config
 
@@ -156,7 +145,7 @@ def _resolved(written: Values) -> tuple[dict[str, Any], list[Problem]]:
 
 def _value(tree: DictConfig, name: str, written: Any) -> Any:
     """The value of a setting; UserError where it is of another type, refers to what there is not, or is a secret."""
-    setting, hint = SETTINGS[name], f"{name}={yaml_value(SETTINGS[name].default)}"
+    setting = SETTINGS[name]
     if secret := [one for one in _VARIABLE.findall(str(written)) if "$" in one or secret_name(one)]:
         rule = f"the environment variable {secret[0]} may hold a secret, and run folders keep the config"
         raise UserError(Problem(name, written, rule, ADVICE))
@@ -168,9 +157,9 @@ def _value(tree: DictConfig, name: str, written: Any) -> Any:
             raise UserError(Problem(name, HIDDEN, "looks like a secret, and run folders keep the config", ADVICE))
         return setting.typed(value)
     except OmegaConfBaseException as error:
-        raise UserError(Problem(name, written, in_one_line(error), hint)) from error
+        raise UserError(Problem(name, written, in_one_line(error), setting.as_default)) from error
     except (ValueError, OverflowError) as error:  # the latter: 400 digits, and no point among them
-        raise UserError(Problem(name, written, f"must be {setting.type_words}", hint)) from error
+        raise UserError(Problem(name, written, f"must be {setting.type_words}", setting.as_default)) from error
 
 
 def _of_run(values: Values, named: Collection[str]) -> dict[str, Any]:
