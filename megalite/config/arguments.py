@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import hydra
 
-from megalite.config.secrecy import secret_name
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 
 SHOWING = ("cfg", "info", "shell_completion", "help", "hydra_help")  # flags that ask Hydra to show something
@@ -73,8 +72,7 @@ def read_arguments(argv: Sequence[str]) -> Namespace:
     parser.add_argument("overrides", nargs="*")
     arguments, others = parser.parse_known_args(argv)
     words = [*arguments.overrides, *others]
-    if any(secret_name(word.partition("=")[0]) for word in others):
-        # `--api-key VALUE`: the bare word is the flag's value, and must not be repeated in another message.
+    if others:  # `--api-key VALUE`: the bare word may be a secret, and must not be repeated in another message
         words = [word for word in words if "=" in word or word.startswith("-")]
     # A + means something to Hydra's own settings alone.
     arguments.overrides = [word if word.lstrip("+").startswith("hydra") else word.lstrip("+") for word in words]

@@ -1,9 +1,8 @@
 """The schema as one flat table: dotted name -> type, default, meaning, choices and bounds.
 
-The command line, the rules, `conf/` and the docs read this table, so a new field of `schema.py` is known everywhere at
-once. A group is a field of `Config` that is a dataclass; a dataclass inside a group adds a word (`model.moe.top_k`).
-Users and files know a setting by its name, which Python may not allow for a field (`checkpoint.async`): only this file
-knows both words.
+The command line, the rules, `conf/` and the docs read this table. A group is a field of `Config` that is a dataclass; a
+dataclass inside a group adds a word (`model.moe.top_k`). Users know a setting by its name, which Python may not allow
+for a field (`checkpoint.async`): only this file knows both words.
 """
 
 import math

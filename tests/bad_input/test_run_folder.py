@@ -217,35 +217,6 @@ def test_an_end_that_was_not_told_is_told_by_the_next_start(run: Path) -> None:
     assert "finished" in (run / "report.html").read_text()
 
 
-def a_pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def a_link(path: Path) -> None:
-    path.with_suffix(".precious").write_text("precious")
-    path.symlink_to(path.with_suffix(".precious"))
-
-
-APPENDED = ["events.jsonl", "lock", "logs/rank-00000.log"]
-
-
-@pytest.mark.parametrize(
-    ("name", "put"),
-    [
-        *((name, a_pipe) for name in ("run.json", "metrics.jsonl", *APPENDED)),
-        *((name, a_link) for name in ("metrics.jsonl", *APPENDED)),
-    ],
-)
-def test_what_lies_in_the_place_of_a_file_is_refused_by_its_name(
-    run: Path, name: str, put: Callable[[Path], None], capfd: pytest.CaptureFixture[str]
-) -> None:
-    (run / name).unlink()
-    put(run / name)
-    assert name in refused(capfd, [*RUN, "train.steps=6"])
-    if put is a_link:
-        assert (run / name).read_text() == "precious"
-
-
 @pytest.mark.parametrize(("umask", "file", "folder"), [(0o022, 0o600, 0o700), (0o002, 0o664, 0o775)])
 def test_files_of_a_run_are_its_user_s_alone_unless_a_umask_is_chosen(
     launch_folder: Path, umask: int, file: int, folder: int

@@ -58,7 +58,7 @@ def test_a_variable_with_the_name_of_a_secret_is_not_resolved(
         monkeypatch.setenv(variable, "swordfish")
     monkeypatch.setenv("WHICH", "DB_PASSWORD")
     said = str(refusal(f'run_dir="runs/${{oc.env{colon}{name}}}"'))
-    assert "may hold a secret" in said
+    assert "looks like a secret" in said
     assert "swordfish" not in said
 
 
