@@ -31,7 +31,7 @@ ROWS = [
     Row(
         "references in a circle, and one to a whole group",
         "lr.schedule=wsd train.steps=${lr.decay_steps} lr.decay_steps=${train.steps} train.sample_prompts=${data}",
-        ["2 problems", "train.steps='${lr.decay_steps}': Recursive", "train.sample_prompts='${data}': "],
+        ["3 problems", "train.steps='${lr.decay_steps}': Recursive", "train.sample_prompts='${data}': "],
     ),
     Row(
         "run_dir is among the data",
