@@ -31,16 +31,13 @@ def evaluate(options: Namespace, overrides: list[str]) -> Shown:
     """Loss, perplexity and bits per byte of a model on data.
 
     python -m megalite evaluate runs/mine                                  # on what the run held out: its val_loss
-    python -m megalite evaluate runs/mine data=text data.path=book.txt
-    python -m megalite evaluate exported data=stdlib --max-tokens 100000
+    python -m megalite evaluate exported data=text data.path=book.txt
 
     OVERRIDES are those of pretrain_gpt.py that concern data and device. Data that is named is evaluated whole.
-    Exit status: 0 evaluated, 2 refused.
     """
-    from megalite.hf.evaluate import evaluate_saved
-    from megalite.prepare.prepare import prepare
+    from megalite.hf.inference import evaluate_saved
 
-    found = evaluate_saved(options.model, overrides, prepare, options.step, options.batch_size, options.max_tokens)
+    found = evaluate_saved(options.model, overrides, options.step, options.batch_size, options.max_tokens)
     if options.json:
         return Shown([json.dumps(found)])
     return Shown([f"{name:<16} {plain(value)}" for name, value in found.items() if value is not None])
@@ -60,16 +57,14 @@ def evaluate(options: Namespace, overrides: list[str]) -> Shown:
 def generate(options: Namespace, overrides: list[str]) -> Shown:
     """Text from a model. Nothing is downloaded, and no code that comes with a model is run.
 
-    python -m megalite generate runs/mine --prompt "def "
     python -m megalite generate exported --prompt "Once upon a time" --num-samples 3 --temperature 1 seed=7
-    python -m megalite generate exported --prompt "The river" --prompt "A stone" --temperature 0 --json
 
-    The same seed gives the same text. Exit status: 0 sampled, 2 refused.
+    The same seed gives the same text.
     """
     hint = "--prompt 'Once upon a time'"
     refuse([Problem("--prompt", text, "there is nothing to continue", hint) for text in options.prompt if not text])
     config = load_part(overrides, "generating text", ("seed", "device", "precision"))
-    from megalite.hf.generate import Sampling, texts_of
+    from megalite.hf.inference import Sampling, texts_of
     from megalite.hf.saved_model import open_model
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.num_samples, options.max_new_tokens)
@@ -95,11 +90,9 @@ def text_lines(texts: Iterator[tuple[str, str]], count: int, *, as_json: bool) -
 def export(options: Namespace, overrides: list[str]) -> Shown:
     """A run as a folder that transformers loads: weights, tokenizer, model card.
 
-    python -m megalite export runs/mine exported
     python -m megalite export runs/mine exported precision=bf16 --step 1000
 
-    The newest checkpoint is exported unless --step says otherwise, in the precision that the run trained in unless
-    precision=NAME does. OUT is there whole or not at all. Exit status: 0 written, 2 refused.
+    The precision is that of the run unless precision=NAME says otherwise. OUT is there whole or not at all.
     """
     precision = load_part(overrides, "exporting", ("precision",)).precision
     from megalite.hf.export import export_checkpoint, require_new
@@ -119,10 +112,8 @@ def export(options: Namespace, overrides: list[str]) -> Shown:
 def report(options: Namespace, overrides: list[str]) -> Shown:
     """Draws the report of a run again, or compares several runs on common axes.
 
-    python -m megalite report runs/my-run
     python -m megalite report runs/first runs/second --out comparison.html
 
-    One folder: its report.html. Several: comparison.html, here. The files are read as they are, also of a run that goes
-    on. Exit status: 0, or 2 refused.
+    One folder: its report.html. Several: comparison.html, here. A run may go on meanwhile.
     """
     return Shown([str(write_report([*options.runs, *map(Path, overrides)], options.out))])

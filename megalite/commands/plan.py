@@ -59,10 +59,8 @@ MOST_CELLS = 64  # actions of a rank that are listed
 def ranks(options: Namespace, overrides: list[str]) -> Shown:
     """Who talks to whom: every group of ranks of a layout, as tables, JSON or a picture, and the layers of each stage.
 
-    python -m megalite plan ranks --world-size 16 --tp 4 --pp 2
-    python -m megalite plan ranks --world-size 16 parallel.tp=4 parallel.pp=2 parallel.ep=4 parallel.etp=1 --json
     python -m megalite plan ranks --world-size 64 --tp 8 --pp 4 --picture ranks.svg --gpus-per-node 8
-    python -m megalite plan ranks --world-size 8 --pp 4 model.num_layers=12
+    python -m megalite plan ranks --world-size 16 --pp 4 --ep 4 --etp 1 model.num_layers=12 --json
 
     scripts/rank_generator.py is the same, and `--tp 4` is `parallel.tp=4`. Stages are shown where an override names the
     model or its layers, and who holds which expert where it has some.
@@ -92,7 +90,6 @@ def ranks(options: Namespace, overrides: list[str]) -> Shown:
 def schedule(options: Namespace, overrides: list[str]) -> Shown:
     """A pipeline's schedule, checked, timed and drawn: who computes which microbatch when, what is held, what is idle.
 
-    python -m megalite plan schedule parallel.pp=4 train.global_batch_size=8 train.micro_batch_size=1
     python -m megalite plan schedule parallel.pp=4 parallel.vpp=2 train.micro_batch_size=1 --picture interleaved.svg
 
     Times are simulated: all ranks take equally long, a backward pass twice as long as a forward pass, transfers no
@@ -124,9 +121,7 @@ def timeline_lines(timeline: Timeline) -> Iterator[str]:
 def buffers(options: Namespace, overrides: list[str]) -> Shown:
     """Which bucket holds which parameters, and who owns what of it: tables of the gradient buffers of a run.
 
-    python -m megalite plan buffers model=gpt2 tokenizer=gpt2 --dp 4
     python -m megalite plan buffers model=llama3_8b parallel.tp=2 train.global_batch_size=64 --world-size 128 --rank 5
-    python -m megalite plan buffers model=gpt2 optimizer.bucket_size=5000000 optimizer.instances=2 --dp 8
 
     precision=auto counts as bf16, and a vocabulary that only the data would tell as the usual one of its tokenizer.
     """

@@ -1,6 +1,5 @@
 """Whether a layout trains like one process: your config, made small, on CPU processes and on one, in fp64.
 
-python -m megalite verify model=gpt2 parallel.tp=4
 python -m megalite verify --dp 2 model=llama3_8b parallel.tp=2 parallel.sequence_parallel=false
 python -m megalite verify --world-size 64 model=gpt3_175b parallel.tp=8 train.global_batch_size=64
 

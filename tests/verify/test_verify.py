@@ -216,7 +216,7 @@ def test_the_examples_of_the_command_are_layouts_that_it_accepts() -> None:
     assert verify_command.__doc__
     start = "python -m megalite verify "
     examples = [line.removeprefix(start) for line in verify_command.__doc__.splitlines() if line.startswith(start)]
-    assert len(examples) == 3
+    assert len(examples) == 2
     for example in examples:
         options, overrides = verify_command.main.parse(shlex.split(example))
         assert load(overrides, options.world_size, options.dp)[0].parallel.tp > 1, example
