@@ -109,7 +109,7 @@ def _yarn_in_full(rope: Mapping[str, Any], found: Found) -> dict[str, Any]:
 class Llama(RotaryFamily):
     """Biases in attention and MLP, or in neither."""
 
-    title, model_type, architecture = "Llama", "llama", "LlamaForCausalLM"
+    model_type, architecture = "llama", "LlamaForCausalLM"
     only = {"hidden_act": "silu", "use_sliding_window": False}
 
     def describe(self, settings: Settings) -> dict[str, Any]:
