@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import hydra
 
-from megalite.config.secrecy import secret_name
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 
 SHOWING = ("cfg", "info", "shell_completion", "help", "hydra_help")  # flags that ask Hydra to show something
@@ -73,8 +72,7 @@ def read_arguments(argv: Sequence[str]) -> Namespace:
     parser.add_argument("overrides", nargs="*")
     arguments, others = parser.parse_known_args(argv)
     words = [*arguments.overrides, *others]
-    if any(secret_name(word.partition("=")[0]) for word in others):
-        # `--api-key VALUE`: the bare word is the flag's value, and must not be repeated in another message.
+    if others:  # `--api-key VALUE`: the bare word may be a secret, and must not be repeated in another message
         words = [word for word in words if "=" in word or word.startswith("-")]
     # A + means something to Hydra's own settings alone.
     arguments.overrides = [word if word.lstrip("+").startswith("hydra") else word.lstrip("+") for word in words]
@@ -86,15 +84,11 @@ def read_arguments(argv: Sequence[str]) -> Namespace:
     return arguments
 
 
-def flags(arguments: Namespace, names: Sequence[str]) -> list[str]:
-    """The flags of these names as they are typed, those that were not given left out."""
+def flags(arguments: Namespace, names: Sequence[str] = ("config_name", *FOLDERS)) -> list[str]:
+    """The flags of these names as they are typed, those that were not given left out. Without names: all that lead
+    another process to the same config files."""
     given = {_flag(name): getattr(arguments, name) for name in names}
     return [word for flag, value in given.items() if value for word in ([flag] if value is True else [flag, value])]
-
-
-def sources(arguments: Namespace) -> list[str]:
-    """The flags that lead another process to the same config files."""
-    return flags(arguments, ("config_name", *FOLDERS))
 
 
 def shown(arguments: Namespace) -> list[str]:

@@ -98,35 +98,27 @@ PROMPTS = {"stdlib": "def "}  # how samples begin where nobody says, by data sou
 WINDOW = 64  # a window that may be shorter than the sequence is a multiple of this
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """How a sample begins, as people read it and as tokens (at least one)."""
-
-    text: str
-    tokens: list[int]
-
-
-def prompts_of(config: Config, data: OpenedData) -> list[Prompt]:
-    """The texts to continue; none where the tokenizer of the data is not known. UserError for a prompt that it cannot
-    encode."""
+def prompts_of(config: Config, data: OpenedData) -> dict[str, list[int]]:
+    """The texts to continue, and their tokens, at least one; none where the tokenizer of the data is not known.
+    UserError for a prompt that it cannot encode."""
     asked, tokenizer, part = config.train.sample_prompts, data.tokenizer, data.train.parts[0]
     if tokenizer is None and asked:
         remedy = "leave it out, or name the tokenizer that made the token files: tokenizer=NAME_OR_FOLDER"
         raise UserError(Problem("train.sample_prompts", asked, "the tokenizer of this data is not known", remedy))
     if tokenizer is None or config.train.sample_tokens == 0:
-        return []
+        return {}
     # An empty prompt stands for an end of document, or where the tokenizer knows none for the first token of the data.
     end = tokenizer.end_of_document
     start = [int(part.file.tokens[part.first])] if end is None else [end]
 
-    def prompt(text: str) -> Prompt:
+    def prompt(text: str) -> tuple[str, list[int]]:
         try:
-            return Prompt(text, tokenizer.encode(text) or start)
+            return text, tokenizer.encode(text) or start
         except UserError as error:
             remedy = "begin with symbols of the training text, or use tokenizer=byte"
             raise UserError(Problem("train.sample_prompts", text, error.problems[0].rule, remedy)) from error
 
-    return collect_all(prompt, [PROMPTS.get(config.data.source, "")] if asked is None else asked)
+    return dict(collect_all(prompt, [PROMPTS.get(config.data.source, "")] if asked is None else asked))
 
 
 @torch.no_grad()
@@ -149,9 +141,8 @@ def sample(
     """
     length, at_once = seq_length, rows or max(len(prompts), 1)
     if rows is None:
-        unit = WINDOW * context.layout.tp * context.layout.cp  # which split a window
-        longest = max((len(prompt) for prompt in prompts), default=0) + count
-        length = min(seq_length, -(-longest // unit) * unit)
+        unit, longest = WINDOW * context.layout.tp * context.layout.cp, max(map(len, prompts), default=0) + count
+        length = min(seq_length, -(-longest // unit) * unit)  # tp and cp split a window
     texts, groups = [list(prompt) for prompt in prompts], training.chunks[0].context
     share = CpShard() if groups is None else groups.share
     with training.evaluating():

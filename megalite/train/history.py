@@ -79,16 +79,6 @@ LATEST = 1e11  # seconds since 1970: later times have no date
 IN_THE_WAY = "move it away (the checkpoints are not touched by that), or set another run_dir"
 
 
-def read_metrics(path: Path, note: Note = lambda text: None) -> list[Record]:
-    """All records of a metrics file; `note` gets a line about those that are none."""
-    return _read_lines(path, _is_metrics, note)
-
-
-def read_events(path: Path, note: Note = lambda text: None) -> list[Record]:
-    """All records of an events file; `note` gets a line about those that are none."""
-    return _read_lines(path, _is_event, note)
-
-
 def _is_metrics(found: Record) -> bool:
     is_record = "step" in found and ("loss" in found or "val_loss" in found)
     return is_record and all(fits(value, TYPES.get(name, float)) for name, value in found.items())
@@ -100,8 +90,8 @@ def _is_event(found: Record) -> bool:
     return is_event and 0 <= found["time"] < LATEST and all(len(row) == 2 for row in found.get("about", ()))
 
 
-def _read_lines(path: Path, is_record: Callable[[Record], bool], note: Note) -> list[Record]:
-    """The records of a file, none where there is no file."""
+def _read(is_record: Callable[[Record], bool], path: Path, note: Note = lambda text: None) -> list[Record]:
+    """The records of a file, none where there is no file; `note` gets a line about lines that are none."""
     records, bad = list[Record](), list[str]()
     lines = read_bytes(path, IN_THE_WAY).split(b"\n")[:-1] if os.path.lexists(path) else []
     for number, line in enumerate(lines, 1):
@@ -115,6 +105,9 @@ def _read_lines(path: Path, is_record: Callable[[Record], bool], note: Note) -> 
     if bad:
         note(f"{path}: no valid record in line {', '.join(bad[:9])}; left out")
     return records
+
+
+read_metrics, read_events = partial(_read, _is_metrics), partial(_read, _is_event)
 
 
 def seals(folder: Path) -> dict[str, Record]:
@@ -219,8 +212,6 @@ class RunLog:
 
     def add(self, record: Record) -> None:
         """Keep a record and show it."""
-        if "val_loss" in record:
-            self.write(f"step {record['step']}: validation loss {record['val_loss']:.6f}")
         self.append(EVENTS if "kind" in record else METRICS, record)
         for view in self._views:
             self._attempt(view.name, partial(view.add, record))

@@ -36,19 +36,6 @@ from megalite.train.step import PendingMetrics, TrainStep
 # An accelerator runs ahead of the host: its metrics are read one step late. A CPU's are there at once.
 LATENESS = {"cpu": 0, "cuda": 1}
 BROKEN_OFF = "asked to stop: the {} after step {} is broken off, nothing of it is recorded"
-RANKS_EVERY = 50  # records between two moments at which ranks gather their measurements, at most
-
-
-class Hook(NamedTuple):
-    """A function to call with the step after every `every`-th step (0: never), once the metrics are read. The time that
-    it takes counts in no step."""
-
-    every: int
-    function: Callable[[int], None]
-    after_last: bool = False  # after the last step, too
-
-    def is_due(self, step: int, last: int) -> bool:
-        return (self.every > 0 and step % self.every == 0) or (self.after_last and step == last)
 
 
 class Launched(NamedTuple):
@@ -77,7 +64,8 @@ def train(job: Job, saver: Saver) -> None:
             data = next_batch(job, batches)
             while data is not None and not job.stopping:
                 step = job.begun_step = data.planned.step
-                due = [hook for hook in hooks if hook.is_due(step, config.train.steps)]
+                is_last = step == config.train.steps
+                due = [hook for every, at_end, hook in hooks if (at_end and is_last) or (every and step % every == 0)]
                 profiles = step in config.train.profile_steps and not data.planned.skipped
                 if profiles:
                     read(keep=0)
@@ -86,11 +74,10 @@ def train(job: Job, saver: Saver) -> None:
                     launched.append(launch(job, train_step, data, coming))
                     read(keep=0 if due or profiles else late)
                 for hook in due:
-                    hook.function(step)
+                    hook(step)
                 saver.report()
-                if due or profiles or step % (RANKS_EVERY * config.train.log_interval) == 0:
+                if due or profiles:  # a pause, whose time counts in no step
                     meter.compare_ranks(job.log, job.hosts, step)
-                if due or profiles:
                     gc.collect()  # collection is off between pauses: it would stop ranks at different times
                     clock.restart()
                 data = coming
@@ -104,14 +91,15 @@ def train(job: Job, saver: Saver) -> None:
     meter.compare_ranks(job.log, job.hosts, job.progress.step)
 
 
-def hooks_of(job: Job, saver: Saver) -> list[Hook]:
-    """The hooks of a run, in the order in which they are called."""
-    train, evaluates = job.config.train, job.evaluation_interval > 0
+def hooks_of(job: Job, saver: Saver) -> list[tuple[int, bool, Callable[[int], None]]]:
+    """The functions to call with the step after every so many steps (0: never), in their order, and whether they are
+    called after the last step, too."""
+    train, interval = job.config.train, job.evaluation_interval
     return [
-        Hook(train.check_replicas_every, partial(check_replicas, job.training, job.context)),
-        Hook(job.evaluation_interval, partial(evaluate_model, job), after_last=evaluates),
-        Hook(job.config.checkpoint.interval, saver.save, after_last=True),
-        Hook(train.sample_interval, partial(sample_text, job), after_last=True),
+        (train.check_replicas_every, False, partial(check_replicas, job.training, job.context)),
+        (interval, interval > 0, partial(evaluate_model, job)),
+        (job.config.checkpoint.interval, True, saver.save),
+        (train.sample_interval, True, partial(sample_text, job)),
     ]
 
 
@@ -172,13 +160,13 @@ def account(job: Job, saver: Saver, meter: Meter, launched: Launched) -> None:
         job.log.event("empty", step)
     else:
         progress.count(metrics, job.config.optimizer.min_loss_scale)
-        metrics.step, metrics.lr, metrics.tokens, metrics.bad_steps = step, lr, progress.tokens, progress.bad_steps
-        meter.add(metrics, data)
+        meter.add(metrics, data, lr)
         if metrics.skipped:
             words = {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "loss_scale": metrics.loss_scale}
             job.log.event("skipped", step, **words)
-    if (step % train.log_interval == 0 or step == train.steps) and (measured := meter.measured()) is not None:
-        job.log.add(measured.to_json())
+    is_due = step % train.log_interval == 0 or step == train.steps
+    if is_due and (line := meter.line(tokens=progress.tokens, bad_steps=progress.bad_steps)) is not None:
+        job.log.add(line)
     if metrics is not None and (bad := progress.bad_steps_in_a_row) >= train.max_bad_steps:
         raise TrainingStoppedError(
             f"loss or gradient was not finite in {several(bad, 'step')} in a row (now step {step}: loss "
@@ -222,7 +210,7 @@ def sample_text(job: Job, step: int) -> None:
     texts = sample(
         job.training,
         job.context,
-        [prompt.tokens for prompt in job.prompts],
+        [*job.prompts.values()],
         train.sample_tokens,
         seq_length=train.seq_length,
         seed=job.config.seed,
@@ -233,4 +221,4 @@ def sample_text(job: Job, step: int) -> None:
         job.log.note(BROKEN_OFF.format("sample of text", step))
         return
     for prompt, tokens in zip(job.prompts, texts, strict=True):
-        job.log.event("sample", step, prompt=prompt.text, text=tokenizer.decode(tokens))
+        job.log.event("sample", step, prompt=prompt, text=tokenizer.decode(tokens))

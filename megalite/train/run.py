@@ -27,7 +27,7 @@ from megalite.launch.watchdog import Doing, Watchdog, find_cause, is_broken_link
 from megalite.train.build import ReadWeights, open_context
 from megalite.train.history import Note, RunLog, View
 from megalite.train.loop import train
-from megalite.train.saving import Saver, TakenOverError, TrainingStoppedError
+from megalite.train.saving import Saver, TrainingStoppedError
 from megalite.train.setup import Job, open_training_data, set_up
 
 JOB_BEGAN = "MEGALITE_JOB_BEGAN"  # seconds since the epoch
@@ -167,7 +167,7 @@ def train_to_the_end(job: Job, saver: Saver, status_file: StatusFile, watchdog: 
         is_known = isinstance(error, TrainingStoppedError)  # to all ranks, and its message says all
         if is_known:
             saver.close()
-        if not isinstance(error, TakenOverError):  # else the folder is another job's
+        if job.folder.lost() is None:  # else it is another job's
             message = str(error) if is_known or isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             status = 2 if isinstance(error, UserError) else 1
             job.log.event("failed", job.progress.step, status=status, message=message)

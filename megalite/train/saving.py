@@ -27,6 +27,7 @@ from megalite.checkpoint.background import BackgroundSaves
 from megalite.checkpoint.commit import STATE, committed
 from megalite.checkpoint.pieces import Piece, boxes
 from megalite.checkpoint.reading import Found
+from megalite.checkpoint.run_folder import RunFolder
 from megalite.checkpoint.store import CheckpointError, Saved, save
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain
@@ -44,7 +45,7 @@ from megalite.train.metrics import StepMetrics
 if TYPE_CHECKING:
     from megalite.train.setup import Job
 
-_ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dtype
+ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dtype: a resume rounds masters anew
 
 
 @dataclass
@@ -102,16 +103,11 @@ def training_pieces(training: Training) -> list[Piece]:
     buffers, state = training.buffers, training.optimizer.state()
     kinds = {"master": buffers.masters, **slices_of(state)}
     if any(part is not master for part, master in zip(buffers.parameters, buffers.masters, strict=True)):
-        kinds[_ROUNDED] = buffers.parameters
+        kinds[ROUNDED] = buffers.parameters
     pieces = [piece for kind, slices in kinds.items() for piece in owned_pieces(f"{kind}.", buffers.owned, slices)]
     pieces += [Piece(name, (len(value),), (0,), value) for name, value in Routers(training.chunks).state()]
     numbers = [(name, number) for name, number in state.items() if isinstance(number, Tensor)]
     return pieces + [Piece(f"optimizer.{name}", (1,), (0,), number) for name, number in numbers]
-
-
-def is_rounded(name: str) -> bool:
-    """Whether a saved tensor is a master in the model's dtype: a resume rounds the master anew and does not read it."""
-    return name.startswith(f"{_ROUNDED}.")
 
 
 @torch.no_grad()
@@ -146,14 +142,6 @@ def owned_pieces(prefix: str, owned: Iterable[OwnedRange], slices: Sequence[Tens
 
 class TrainingStoppedError(RuntimeError):
     """The run cannot go on; the message, the same on all ranks, says why and what to try."""
-
-
-class TakenOverError(TrainingStoppedError):
-    """The run folder is another job's by now, or somewhere else."""
-
-
-class NotFiniteError(TrainingStoppedError):
-    """The state that was to be saved is of no use."""
 
 
 class Saver:
@@ -209,19 +197,9 @@ class Saver:
                 self.report()
 
     def advise(self) -> str:
-        """For a run that ends with bad steps: which checkpoint holds good weights, and what to try; collective."""
+        """`advice` once no save is under way; collective."""
         self.wait()
-        folder, applied = self._job.folder.checkpoints, self._job.progress.last_applied
-
-        def kept() -> str:
-            steps = [step for step, _ in committed(folder)]
-            good, doubtful = ([step for step in steps if (step < applied) is is_good] for is_good in (True, False))
-            words = f"The checkpoint of step {good[0]} is intact" if good else "No checkpoint holds earlier weights"
-            moved = f"move those of steps {doubtful} out of {folder}" if good else "set another run_dir"
-            return f"{words}; to go on from there, {moved}" if doubtful else words
-
-        advice = "Try a lower optimizer.lr, a longer lr.warmup_steps, a smaller optimizer.clip_grad, precision=fp32"
-        return f"{rank0_broadcast(self._job.context, kept)}. {advice}, or look at the data of these steps"
+        return advice(self._job.folder, self._job.context, self._job.progress.last_applied)
 
     def _finish(self, step: int, result: Callable[[], Saved]) -> None:
         """Report what became of the save of `step`."""
@@ -231,8 +209,6 @@ class Saver:
         except CheckpointError as error:
             log.event("checkpoint_failed", self._job.progress.step, message=str(error))
             return
-        except NotFiniteError as error:
-            raise TrainingStoppedError(f"{error} {self.advise()}.") from None
         self.saved_step = step
         self._saved(step)
         seconds, stall_s = round(saved.seconds, 3), round(saved.stall_s, 3)
@@ -240,23 +216,39 @@ class Saver:
 
     def _writer(self, step: int) -> Callable[[Sequence[Piece], ParallelContext], Saved]:
         """The function that writes the checkpoint of this very step, whenever it is called."""
-        folder, keep, good_before = self._job.folder, self._job.config.checkpoint.keep, self._job.progress.last_applied
+        folder, keep, applied = self._job.folder, self._job.config.checkpoint.keep, self._job.progress.last_applied
         state = asdict(state_of(self._job))
+        how: dict[str, Any] = {"labels": folder.labels, "lost": folder.lost, "good_before": applied}
 
         def write(pieces: Sequence[Piece], context: ParallelContext) -> Saved:
             ruined = [name for of_rank in context.gather_json(not_finite(pieces)[:1]) for name in of_rank]
             if ruined:
-                raise NotFiniteError(f"the state after step {step} is not finite ({ruined[0]}), so it is not saved.")
-            how: dict[str, Any] = {"labels": folder.labels, "lost": folder.lost, "good_before": good_before}
+                words = f"the state after step {step} is not finite ({ruined[0]}), so it is not saved"
+                raise TrainingStoppedError(f"{words}. {advice(folder, context, applied)}.")
             try:
                 return save(folder.checkpoints, step, pieces, state, context, keep, **how)
             except CheckpointError:
                 if why := context.broadcast_object(folder.lost()):
-                    message = f"the checkpoint of step {step} was not saved, and this job has ended: {why}"
-                    raise TakenOverError(message) from None
+                    words = f"the checkpoint of step {step} was not saved, and this job has ended"
+                    raise TrainingStoppedError(f"{words}: {why}") from None
                 raise
 
         return write
+
+
+def advice(folder: RunFolder, context: ParallelContext, applied: int) -> str:
+    """For a run that ends with bad steps, the newest good one being `applied`: which checkpoint holds good weights, and
+    what to try; collective."""
+
+    def kept() -> str:
+        steps = [step for step, _ in committed(folder.checkpoints)]
+        good, doubtful = ([step for step in steps if (step < applied) is is_good] for is_good in (True, False))
+        words = f"The checkpoint of step {good[0]} is intact" if good else "No checkpoint holds earlier weights"
+        moved = f"move those of steps {doubtful} out of {folder.checkpoints}" if good else "set another run_dir"
+        return f"{words}; to go on from there, {moved}" if doubtful else words
+
+    words = "Try a lower optimizer.lr, a longer lr.warmup_steps, a smaller optimizer.clip_grad, precision=fp32"
+    return f"{rank0_broadcast(context, kept)}. {words}, or look at the data of these steps"
 
 
 def state_of(job: "Job") -> SavedState:

@@ -4,7 +4,6 @@ process groups (run.py) -> data -> settings that follow from both -> run folder 
 the newest checkpoint. What one rank finds wrong, all ranks refuse together.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,14 +12,13 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.commit import CHECKPOINTS, STATE, committed
+from megalite.checkpoint.commit import CHECKPOINTS, committed
 from megalite.checkpoint.reading import Found, newest
 from megalite.checkpoint.run_folder import RunFolder, keep_tokenizer, require_room
 from megalite.config.layout import exchange_of
-from megalite.config.schema import Config, LearningRateConfig
+from megalite.config.schema import Config
 from megalite.config.settings import DERIVED, OPEN, as_plain, value_of, with_values
 from megalite.config.step_plan import samples_when_longer
-from megalite.config.user_files import as_record
 from megalite.data.open import OpenedData, TokenFiles, open_data
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
@@ -28,7 +26,6 @@ from megalite.launch.device import slow_precision
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.signals import StopSignals
 from megalite.launch.watchdog import SAVES, Doing
-from megalite.optim.schedule import learning_rate
 from megalite.train.build import (
     ReadWeights,
     Training,
@@ -37,9 +34,9 @@ from megalite.train.build import (
     fill_with_imported_values,
     fill_with_start_values,
 )
-from megalite.train.evaluate import Prompt, prompts_of
+from megalite.train.evaluate import prompts_of
 from megalite.train.history import ENDS, EVENTS, METRICS, RunLog, read_events, read_metrics
-from megalite.train.saving import Progress, SavedState, is_rounded, state_bytes, training_pieces
+from megalite.train.saving import ROUNDED, Progress, SavedState, state_bytes, training_pieces
 
 
 @dataclass
@@ -51,7 +48,7 @@ class Job:
     data: OpenedData
     folder: RunFolder
     training: Training
-    prompts: list[Prompt]  # of the samples of text
+    prompts: dict[str, list[int]]  # of the samples of text, and their tokens
     hosts: list[str]  # where each rank runs
     log: RunLog
     progress: Progress = field(default_factory=Progress)
@@ -196,7 +193,7 @@ def restore(job: Job, found: Found) -> None:
         remedy = "take it out of this folder; to continue its run, copy the whole run folder and set run_dir to it"
         raise UserError(Problem(str(found.path), "of another run", rule, remedy))
     state, training, train = SavedState.of(found), job.training, job.config.train
-    found.read_into(training_pieces(training), unread=is_rounded)
+    found.read_into(training_pieces(training), unread=lambda name: name.startswith(f"{ROUNDED}."))
     training.cast_and_gather_params()
     if training.loss_scale is not None and state.loss_scale is not None:  # not if it was no fp16 run
         training.loss_scale.state.copy_(torch.tensor(state.loss_scale))
@@ -208,14 +205,6 @@ def restore(job: Job, found: Found) -> None:
         over = job.progress.samples * train.seq_length - consumed * length
         words = f"{consumed * length:,} tokens of its order; {over:,} are passed over"
         job.log.note(f"the data goes on behind the first {words}")
-    before = as_record(LearningRateConfig, state.config["lr"], found.path / STATE)
-    old, new = (
-        learning_rate(found.step, lr, peak=settings["optimizer"]["lr"], steps=settings["train"]["steps"])
-        for settings, lr in ((state.config, before), (as_plain(job.config), job.config.lr))
-    )
-    if not math.isclose(old, new, rel_tol=1e-6):
-        words = f"the learning rate of step {found.step + 1} is {new:.3g}; with the settings before it was {old:.3g}"
-        job.log.note(f"{words} (optimizer.lr, lr.schedule, lr.warmup_steps, train.steps)")
 
 
 def examine_records(job: Job) -> tuple[int, bool, dict[str, Any]]:

@@ -65,7 +65,6 @@ class Line:
     [
         ({"step": -1, "loss": 1.0}, "step=-1"),
         ({"step": True, "loss": 1.0}, "step=True"),
-        ({"step": 1.5, "loss": 1.0}, "step=1.5"),
         ({"step": 1, "loss": "low"}, "loss='low'"),
         ({"step": 1, "loss": 1.0, "note": 3}, "note=3"),
         ({"loss": 1.0}, "'step'"),

@@ -211,7 +211,7 @@ def test_all_prompts_are_sampled_and_no_control_character_reaches_the_output(
         ([], "required: --prompt"),
         (["--prompt", "a", "--prompt", ""], "--prompt='': there is nothing to continue"),
         (["--prompt", "a", "--num-samples", "0"], "--num-samples: 0 must be a whole number from 1"),
-        (["--prompt", "a", "--seed", "1"], "unknown option"),
+        (["--prompt", "a", "--seed", "1"], "is no setting"),
     ],
 )
 def test_mistakes_are_refused_before_a_model_is_looked_for(

@@ -23,7 +23,7 @@ from megalite.train import run as run_module
 from megalite.train.build import needs_of
 from tests.ranks import run_ranks
 from tests.train import runs
-from tests.train.runs import ROOT, finish, kill, metrics, overrides, train_on_rank, wait_for_step
+from tests.train.runs import ROOT, finish, metrics, overrides, train_on_rank, wait_for_step
 
 launch = partial(runs.launch, python=sys.executable)  # as a user does
 LONG = ("train.steps=100000", "train.eval_interval=0", "checkpoint.interval=0")
@@ -155,26 +155,6 @@ def test_the_ranks_of_a_killed_torchrun_save_and_end(folder: Path) -> None:
     wait_for_the_end(run)
     output, _ = process.communicate()
     assert saved_at_its_end(run), output
-
-
-@pytest.mark.long  # of a pipeline: tests/pipeline/test_lost_rank.py
-@pytest.mark.parametrize("still", [0, 1])
-def test_a_rank_that_stands_still_is_named_when_the_time_is_up(folder: Path, still: int) -> None:
-    """Rank 0 serves the store: without it, each rank can only speak for itself."""
-    run = folder / f"still-{still}"
-    ranks = launch_by_variables(overrides(folder, run.name, *LONG, "parallel.timeout_s=4"), 2, sys.executable)
-    wait_for_step(ranks[0], run, 3)
-    ranks[still].send_signal(signal.SIGSTOP)
-    try:
-        status, output = finish(ranks[1 - still], timeout=40)
-    finally:
-        kill(ranks[still])
-    assert status == 1
-    finding = "no answer from rank 1 on " if still else "the place where the ranks met (rank 0 on "
-    assert f"megalite: no progress within parallel.timeout_s (4 s); {finding}" in output
-    assert re.search(rf"rank {1 - still} \(.*\): (step \d+, |in a save)", output)
-    [path] = (run / "logs").glob("hang-*.json")
-    assert str(path) in output
 
 
 def _stopped_in_start_up(context: ParallelContext, config: Config) -> int:

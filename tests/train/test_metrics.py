@@ -4,7 +4,6 @@ import json
 import re
 import time
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,40 +23,31 @@ from megalite.train.metrics import SLOW, Meter, StepMetrics, stragglers
 from tests.train.runs import outcome, write_text
 from tests.train.test_run import config_for, run_on
 
-
-def test_a_line_of_metrics_has_its_names_in_order_and_leaves_out_what_is_not_of_the_run() -> None:
-    dense = StepMetrics(loss=2.0, grad_norm=1.0, batch_tokens=64, skipped=False, stop=False, refused=False, step=3)
-    names = "step tokens loss lr grad_norm tokens_per_s mean_tokens_per_s step_time_s training_s memory_gib"
-    names += " data_wait_share time_split mfu mfu_causal bad_steps"
-    assert " ".join(dense.to_json()) == names
-    others = replace(dense, loss_scale=1024.0, cuts={"whole": 2}, moe={"z_loss": 0.1}).to_json()
-    assert " ".join(others) == f"{names} loss_scale cuts moe"
-    assert dense.to_json()["mfu"] is None, "known to be unknown"
+NAMES = "step tokens loss lr grad_norm tokens_per_s mean_tokens_per_s step_time_s training_s memory_gib"
+NAMES += " data_wait_share time_split mfu mfu_causal bad_steps"
 
 
-def test_every_line_of_a_step_is_a_record(tmp_path: Path) -> None:
-    line = StepMetrics(2.0, 1.0, 64, False, False, False, 8.0, step=3, cuts={"zigzag": 2}, moe={"z_loss": 0.1})
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line.to_json()) + "\n")
-    assert read_metrics(tmp_path / "metrics.jsonl", pytest.fail) == [line.to_json()]
-
-
-def test_a_meter_keeps_no_step_but_the_newest(text: Path, tmp_path: Path) -> None:
-    """With train.log_interval=100000 there may be many steps between two lines."""
+def test_a_line_of_metrics_is_a_record_with_its_names_in_order_and_nothing_that_is_not_of_the_run(
+    text: Path, tmp_path: Path
+) -> None:
+    """With train.log_interval=100000 there may be many steps between two lines: a meter keeps none but the newest."""
     config = derive(config_for(text, tmp_path))
     config.model.vocab_size = 257
-    meter = Meter(config, ParallelContext(), {})
-    data = StepBatches(PlannedStep(1, 0, 8, skipped=False), [], 0)
-    split, steps = dict.fromkeys(STEP_PARTS, 0.5), list[weakref.ref[StepMetrics]]()
+    meter, split, steps = Meter(config, ParallelContext(), {}), dict.fromkeys(STEP_PARTS, 0.5), []
     for step in range(1, 4):
-        metrics = StepMetrics(2.0, 1.0, 64, False, False, False, step=step, time_split=dict(split))
+        metrics = StepMetrics(2.0, 1.0, 64, False, False, False, time_split=dict(split))
         steps.append(weakref.ref(metrics))
-        meter.add(metrics, data)
+        meter.add(metrics, StepBatches(PlannedStep(step, 0, 8, skipped=False), [], 0), 0.1)
         del metrics
     assert [step() is None for step in steps] == [True, True, False]
-    measured = meter.measured()
-    assert measured is not None
-    assert measured.time_split == split
-    assert measured.training_s == 3 * measured.step_time_s == pytest.approx(1.5 * len(STEP_PARTS))
+    line = meter.line(tokens=192, bad_steps=0)
+    assert line is not None
+    assert " ".join(line) == NAMES
+    assert (line["step"], line["time_split"], line["mfu"]) == (3, split, None)
+    assert line["training_s"] == 3 * line["step_time_s"] == pytest.approx(1.5 * len(STEP_PARTS))
+    assert meter.line(tokens=192, bad_steps=0) is None
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert read_metrics(tmp_path / "metrics.jsonl", pytest.fail) == [line]
 
 
 def slow(compute_s: list[float], stages: list[int] | None = None) -> list[int]:

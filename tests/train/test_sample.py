@@ -107,18 +107,16 @@ def test_every_layout_writes_the_texts_of_one_process(text: Path, tmp_path: Path
     assert len(sampled(tmp_path / "run")) == 2
 
 
-def prompts(text: Path, **settings: Any) -> list[tuple[str, list[int]]]:
+def prompts(text: Path, **settings: Any) -> dict[str, list[int]]:
     config = config_for(text, text.parent / "unused", sample_prompts=settings.pop("prompts", None))
     config = replace(config, **settings)
-    return [(prompt.text, prompt.tokens) for prompt in prompts_of(config, open_data(config, prepare(config)))]
+    return prompts_of(config, open_data(config, prepare(config)))
 
 
 def test_a_sample_begins_with_the_prompt_or_an_end_of_document(text: Path) -> None:
-    assert prompts(text, prompts=["ab", ""]) == [("ab", [97, 98]), ("", [256])]
-    assert prompts(text) == [("", [256])]
-    (only,) = prompts(text, tokenizer="char")  # no end of document: the first symbol of the data
-    assert only[0] == ""
-    assert len(only[1]) == 1
+    assert prompts(text, prompts=["ab", ""]) == {"ab": [97, 98], "": [256]}
+    assert prompts(text) == {"": [256]}
+    assert len(prompts(text, tokenizer="char")[""]) == 1  # no end of document: the first symbol of the data
 
 
 def test_prompts_that_the_tokenizer_does_not_know_are_refused_before_anything_is_written(
