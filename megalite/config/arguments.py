@@ -21,7 +21,7 @@ FOLDERS = ("config_path", "config_dir")  # instead of conf/, beside it
 MOST = 2**63 - 1  # the largest number that an option takes
 
 
-class Once(argparse._StoreAction):
+class Once(argparse.Action):
     """An option with one value. Where it is given twice, the last would take the place of the first without a word."""
 
     given = False
@@ -29,7 +29,7 @@ class Once(argparse._StoreAction):
     def __call__(self, parser: Any, namespace: Namespace, values: Any, option_string: str | None = None) -> None:
         if self.given and self.option_strings:
             _refuse("is given twice", option_string or self.option_strings[0], "give it once", values)
-        super().__call__(parser, namespace, values, option_string)
+        setattr(namespace, self.dest, values)
         self.given = True
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from megalite.config import durable_files
 from megalite.config.compose import load_config
-from megalite.config.durable_files import STATUS, Kind, in_the_way, picture_of, write_atomically
+from megalite.config.durable_files import STATUS, Kind, write_atomically
 from megalite.errors.problems import UserError
 from tests.config.refusal import refusal, settings
 
@@ -64,13 +64,6 @@ def test_what_is_no_regular_file_is_never_replaced(tmp_path: Path) -> None:
         with pytest.raises(OSError, match=r"and is not replaced|Permission denied"):
             write_atomically(path, b"new", STATUS)
         assert os.lstat(path).st_ino == before
-
-
-def test_a_picture_is_of_one_command(tmp_path: Path) -> None:
-    path = tmp_path / "a.svg"
-    path.write_text('<?xml version="1.0"?>\n<svg><metadata><dc:title>megalite ranks</dc:title></metadata></svg>')
-    assert not in_the_way(path, picture_of("ranks"))
-    assert in_the_way(path, picture_of("schedule"))
 
 
 # --- launch.status_file ----------------------------------------------------------------------------------------------

@@ -172,20 +172,11 @@ def test_start_weights_bring_their_tokenizer_unless_another_one_is_named(weights
     assert load_config([*words, "run_dir=run"], 1).tokenizer == "bpe", "of a run that goes on"
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["tokenizer=byte"], "tokenizer='byte': has 257 tokens, and the weights know 53"),
-        (["tokenizer=bpe", "data.bpe_vocab_size=300"], "has 300 tokens, and the weights know 53"),
-    ],
-)
-def test_another_vocabulary_than_that_of_start_weights_is_refused_at_once(
-    weights: Path, words: list[str], told: str
-) -> None:
-    error = refusal(f"checkpoint.init_from={weights}", *words)
-    assert told in str(error)
-    assert f"tokenizer={weights}" in str(error)
-    load_config([f"checkpoint.init_from={weights}", f"tokenizer={weights}"], 1)
+def test_another_vocabulary_than_that_of_start_weights_is_refused_at_once(weights: Path) -> None:
+    for words, count in ((["tokenizer=byte"], 257), (["tokenizer=bpe", "data.bpe_vocab_size=300"], 300)):
+        error = str(refusal(f"checkpoint.init_from={weights}", *words))
+        assert f"has {count} tokens, and the weights know 53" in error
+        assert f"tokenizer={weights}" in error
 
 
 def test_start_weights_without_a_tokenizer_ask_for_its_name(weights: Path) -> None:
