@@ -31,7 +31,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from megalite.config.arguments import sources
+from megalite.config.arguments import flags
 from megalite.config.compose import load_config, names_of
 from megalite.config.durable_files import (
     COMPARISON,
@@ -73,7 +73,7 @@ def sweep(arguments: Namespace) -> int:
     if 0 < len(swept) <= MOST_NAMED and "hydra.sweep.subdir" not in names_of(words):
         own += ["hydra.sweep.subdir=${hydra.job.override_dirname}"]
         own += [f"hydra.job.config.override_dirname.exclude_keys=[{','.join(sorted(names_of(words) - swept))}]"]
-    train = partial(train_point, flags=sources(arguments))
+    train = partial(train_point, flags=flags(arguments))
     with private_files(), _stop_file(folder):
         return max(run_hydra([*words, *own, "--multirun"], train, arguments), _report(folder))
 
@@ -119,7 +119,7 @@ def points_of(words: Sequence[str], loader: ConfigLoader | None = None) -> list[
 
 def _load(arguments: Namespace, ranks: int, words: Sequence[str]) -> Config:
     """The config of a point, which Hydra's own settings do not concern."""
-    return load_config([*sources(arguments), *(word for word in words if "hydra" not in word.partition("=")[0])], ranks)
+    return load_config([*flags(arguments), *(word for word in words if "hydra" not in word.partition("=")[0])], ranks)
 
 
 def _ranks(config: DictConfig) -> int:

@@ -1,8 +1,7 @@
 """From a command line to a checked config: every mistake is found, and all are in one UserError.
 
-The files that are chosen are composed, then the settings of the command are set one by one, and what the command leaves
-open comes from the folder that it names: of the run that it continues, of the weights that it starts from, or of a
-recipe. The rules judge the result. Imports neither torch nor any data library. Nothing is written.
+What the command leaves open comes from the folder that it names (of the run that it continues, of start weights, or of
+a recipe), else from the files that it chooses. Imports neither torch nor any data library.
 """
 
 import io
@@ -28,19 +27,8 @@ from megalite.config.model_folder import holds_tokenizer, imported_model_setting
 from megalite.config.overrides import as_override, nearest_setting, read_override, unknown
 from megalite.config.rules import check, unused
 from megalite.config.schema import Config
-from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_value
-from megalite.config.settings import (
-    DERIVED,
-    EXPERIMENT,
-    GROUPS,
-    SETTINGS,
-    bounds,
-    leaves,
-    nested,
-    value_of,
-    with_values,
-    yaml_value,
-)
+from megalite.config.secrecy import hidden, secret_name, secret_value
+from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, bounds, leaves, nested, with_values
 from megalite.config.user_files import absolute, read_yaml, refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse
 
@@ -78,13 +66,10 @@ def load_part(words: Sequence[str], doer: str, reads: Sequence[str]) -> Config:
 
 
 def load_values(words: Sequence[str], reads: Sequence[str]) -> Config:
-    """The defaults with the overrides' values of the settings in `reads`, each checked on its own.
-
-    The words may be those of a training command: other settings must exist, and their values are left out. No rule that
-    joins settings is asked, so the command asks those that concern it. Raises UserError.
-    """
+    """The defaults with the values that overrides give the settings in `reads`, each checked on its own: no rule that
+    joins settings is asked. Other settings must exist, and their values are left out."""
     found, problems, doubtful, _ = _read(read_arguments(words))
-    config = with_values(Config(), {name: value_of(found, name) for name in reads})
+    config = with_values(found, {name: setting.default for name, setting in SETTINGS.items() if name not in reads})
     refuse([*problems, *(problem for problem in bounds(config) if problem.setting not in doubtful)])
     return config
 
@@ -108,7 +93,7 @@ def _read(arguments: Namespace) -> Reading:
     they were to have), and overrides with what a folder gives."""
     problems, files = list[Problem](), files_of(arguments)
     setup_globals()  # ${now:...}
-    read = [collect(partial(read_override, text, files), problems) for text in arguments.overrides]
+    read = (collect(partial(read_override, text, files), problems) for text in arguments.overrides)
     said = [each for each in read if each is not None]
     found = collect(partial(composed, files, {one.group: one.choice for one in said if one.choice}), problems)
     command = {name: value for each in said for name, value in each.values.items()}
@@ -120,65 +105,57 @@ def _read(arguments: Namespace) -> Reading:
     written = {name: command.get(name, value) for name, value in by_files.items()}
     departures = tuple(name for name in SETTINGS if written[name] != by_files[name])
     values, wrong = _resolved(written)
-    told, texts = list[str](), list[str]()
+    given = dict[str, list[str]]()
     sources = {"as before": _of_run, "from the weights": _of_weights}
     if files.recipe is not None:
         sources = {f"from {files.recipe}": partial(_of_recipe, files.recipe)}
     elif arguments.config_name or arguments.config_path:
         sources = {}  # a command that names the config takes nothing from elsewhere
     for source, values_of in sources.items():
-        given = collect(partial(values_of, values, names), problems) or {}
-        new = {name: value for name, value in given.items() if name not in names and value != values[name]}
+        held = collect(partial(values_of, values, names), problems) or {}
+        new = {name: value for name, value in held.items() if name not in names and value != values[name]}
         if new:
-            words = {name: f"{name}={as_override(value)}" for name, value in new.items()}
-            told.append(f"{source}: {', '.join(words.values())}")
-            texts += words.values()
-            parse = OverridesParser.create().parse_override
-            written |= {name: parse(word).value() for name, word in words.items()}
+            given[source] = [f"{name}={as_override(value)}" for name, value in new.items()]
+            parsed = OverridesParser.create().parse_overrides(given[source])
+            written |= {each.get_key_element(): each.value() for each in parsed}
             values, wrong = _resolved(written)
     problems += wrong
     meant = {nearest_setting(name) or name for name in (problem.setting.lstrip("+~") for problem in problems)}
     doubtful = {*SETTINGS} if found is None or EXPERIMENT in meant else meant
-    config = replace(with_values(Config(), values), told=tuple(told), departures=departures)
-    return config, problems, doubtful, texts
+    told = tuple(f"{source}: {', '.join(words)}" for source, words in given.items())
+    config = replace(with_values(Config(), values), told=told, departures=departures)
+    return config, problems, doubtful, [word for words in given.values() for word in words]
 
 
 def _resolved(written: Values) -> tuple[dict[str, Any], list[Problem]]:
     """All values, with interpolations resolved and types checked; a wrong value becomes a problem and the default."""
-    problems, tree, values = list[Problem](), OmegaConf.create(nested(written)), dict[str, Any]()
-    for name, setting in SETTINGS.items():
-        value = collect(partial(_value, tree, name, written[name]), wrong := list[Problem]())
-        if wrong:
-            OmegaConf.update(tree, name, setting.default, merge=False)  # others may refer to it
-        problems, values[name] = problems + wrong, setting.default if wrong else value
-    return values, problems
+    problems, tree = list[Problem](), OmegaConf.create(nested(written))
+    values = {name: collect(partial(_value, tree, name, written[name]), problems) for name in SETTINGS}
+    return values | {each.setting: SETTINGS[each.setting].default for each in problems}, problems
 
 
 def _value(tree: DictConfig, name: str, written: Any) -> Any:
     """The value of a setting; UserError where it is of another type, refers to what there is not, or is a secret."""
-    setting, hint = SETTINGS[name], f"{name}={yaml_value(SETTINGS[name].default)}"
-    if secret := [one for one in _VARIABLE.findall(str(written)) if "$" in one or secret_name(one)]:
-        rule = f"the environment variable {secret[0]} may hold a secret, and run folders keep the config"
-        raise UserError(Problem(name, written, rule, ADVICE))
+    setting = SETTINGS[name]
+    if any("$" in one or secret_name(one) for one in _VARIABLE.findall(str(written))):
+        raise UserError(hidden(name))
     try:
         value = OmegaConf.select(tree, name, throw_on_missing=True)
         if OmegaConf.is_config(value):
             value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
         if secret_value(str(value)):  # it came in by a file or by ${oc.env:NAME}
-            raise UserError(Problem(name, HIDDEN, "looks like a secret, and run folders keep the config", ADVICE))
+            raise UserError(hidden(name))
         return setting.typed(value)
     except OmegaConfBaseException as error:
-        raise UserError(Problem(name, written, in_one_line(error), hint)) from error
+        raise UserError(Problem(name, written, in_one_line(error), setting.as_default)) from error
     except (ValueError, OverflowError) as error:  # the latter: 400 digits, and no point among them
-        raise UserError(Problem(name, written, f"must be {setting.type_words}", hint)) from error
+        raise UserError(Problem(name, written, f"must be {setting.type_words}", setting.as_default)) from error
 
 
 def _of_run(values: Values, named: Collection[str]) -> dict[str, Any]:
     """The settings that were given to the run in the folder that the command names; empty where there is no run."""
-    if (path := _run_of(values, named)) is None:
-        return {}
-    saved = _saved(path, "restore it from a copy, or give all settings and another run_dir")
-    return {name: saved[name] for name in SETTINGS if name in saved}
+    path = _run_of(values, named)
+    return {name: value for name, value in (_saved(path) if path else {}).items() if name in SETTINGS}
 
 
 def _run_of(values: Values, named: Collection[str]) -> Path | None:
@@ -192,15 +169,15 @@ def _run_of(values: Values, named: Collection[str]) -> Path | None:
 
 def _of_recipe(path: Path, values: Values, named: Collection[str]) -> dict[str, Any]:
     """The settings in the config.yaml of a run, for a new run in another folder."""
-    saved = _saved(path, "write it as the run did, or give all settings")
+    saved = _saved(path)
     refuse([unknown(name, value) for name, value in saved.items() if name not in SETTINGS])
     return {name: value for name, value in saved.items() if name != "run_name"}
 
 
-def _saved(path: Path, remedy: str) -> dict[str, Any]:
+def _saved(path: Path) -> dict[str, Any]:
     """The values in a run's config.yaml by name, without those that were derived or concern one start."""
-    saved = read_yaml(path, remedy)
-    with refusing(path, remedy):
+    with refusing(path, remedy := "restore it from a copy, or give all settings"):
+        saved = read_yaml(path, remedy)
         derived = saved.pop(DERIVED, []) if isinstance(saved, dict) else None
         if not isinstance(derived, list):
             raise ValueError("holds no settings of a run")
@@ -208,10 +185,8 @@ def _saved(path: Path, remedy: str) -> dict[str, Any]:
 
 
 def _of_weights(values: Values, named: Collection[str]) -> dict[str, Any]:
-    """The shape of the model in the folder of checkpoint.init_from, and its tokenizer: ids of another mean other words.
-
-    The command may name another tokenizer. A run that goes on keeps its own.
-    """
+    """The shape of the model in the folder of checkpoint.init_from, and its tokenizer (ids of another mean other words)
+    unless the command names one, or a run goes on."""
     place = absolute(values["checkpoint.init_from"] or "")
     if values["checkpoint.init_from"] is None or not os.path.lexists(Path(place, "config.json")):
         return {}  # a rule says what is missing

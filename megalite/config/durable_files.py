@@ -1,8 +1,7 @@
 """Writes files that appear whole or not at all, whatever happens: a kill, a full disk, a power cut.
 
-A file whose name a user gives replaces nothing but a regular file of its own kind, which begins with the kind's mark.
-Commands ask before they work, and the write asks again. A folder is a run's by its run.json, or holds no files but
-logs, which a scheduler puts there before a run begins.
+A file whose name a user gives replaces nothing but a regular file of its own kind, which begins with the kind's mark. A
+folder is a run's by its run.json, or holds no files but logs, which a scheduler puts there before a run begins.
 """
 
 import contextlib
@@ -58,7 +57,7 @@ def picture_of(command: str) -> Kind:
 def in_the_way(path: Path, kind: Kind) -> str:
     """Why a file of this kind may not replace `path`; empty where nothing, or a file of the kind, is there."""
     try:
-        if _is_irregular(path):
+        if os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path)):
             return "is no regular file, and is not replaced"
         with path.open("rb") as file:
             ours = re.match(kind.mark, file.read(HEAD))
@@ -67,11 +66,6 @@ def in_the_way(path: Path, kind: Kind) -> str:
     except OSError as error:
         return f"cannot be looked at: {error.strerror}"
     return "" if ours else f"holds something else than {kind.words} by megalite, and is not replaced"
-
-
-def _is_irregular(path: Path) -> bool:
-    """Whether a link, a folder, a pipe or a device has this name."""
-    return os.path.islink(path) or (os.path.exists(path) and not os.path.isfile(path))
 
 
 def output_problems(setting: str, path: Path, kind: Kind) -> list[Problem]:
@@ -145,10 +139,8 @@ def write_new(path: Path, content: bytes) -> None:
 
 
 def open_to_append(path: Path) -> TextIO:
-    """A text file to append lines to. No link is followed, and no pipe is waited for."""
-    if _is_irregular(path):
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    """A text file to append lines to. No link is followed."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     return open(descriptor, "a", buffering=1, encoding="utf-8")
 
 

@@ -1,7 +1,6 @@
 """Finds config files and composes them, as Hydra does; lets Hydra itself show what they hold, and sweep.
 
-A file's list of `defaults` names files that count before it (`_self_` says where it counts itself). A folder of the
-user's own (--config-dir) comes before conf/, or before the folder of --config-path.
+A file's list of `defaults` names files that count before it (`_self_` says where it counts itself).
 """
 
 import re

@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.hydra_files import Files, in_one_line
-from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_override, secret_value
+from megalite.config.secrecy import hidden, secret_name, secret_override, secret_value
 from megalite.config.settings import EXPERIMENT, GROUPS, SETTINGS, leaves, yaml_value
 from megalite.errors.problems import NO_VALUE, Problem, UserError, shortened
 from megalite.errors.remedies import nearest, similarity
@@ -67,16 +67,10 @@ def read_override(text: str, files: Files) -> Said:
     text = text.lstrip("+")
     name, equals, given = text.partition("=")
     if secret_override(text):
-        shown = name if equals and not secret_value(name) else HIDDEN
-        raise UserError(Problem(shown, HIDDEN, "looks like a secret", ADVICE))
-    for wrong, rule, hint in (
-        (name.startswith("-"), "unknown option", f"settings are written name=value: {text.lstrip('-')}; see --help"),
-        (name.startswith("~"), "settings cannot be removed", "give it another value, or null"),
-        (not equals, "not an override: there is no '='", f"write {nearest_setting(name) or 'model'}=VALUE"),
-        (name.startswith(("hydra.", "hydra/")), "has no effect: Hydra only composes", "leave it out, or --multirun"),
-    ):
-        if wrong:
-            raise UserError(Problem(shortened(name), given or NO_VALUE, rule, hint))
+        raise UserError(hidden(name if equals and not secret_value(name) else "override"))
+    if not equals or name.startswith(("-", "~", "hydra.", "hydra/")):
+        hint = f"settings are written name=value: {nearest_setting(name.strip('-~')) or 'model'}=VALUE; see --help"
+        raise UserError(Problem(shortened(name), given or NO_VALUE, "is no setting", hint))
     try:
         override = OverridesParser.create().parse_override(text)
         several = override.is_sweep_override()
@@ -85,7 +79,7 @@ def read_override(text: str, files: Files) -> Said:
         hint = "quotes around texts with signs or blanks: 'NAME=\"a=b\"', in a list 'NAME=[\"a b\"]'"
         raise UserError(Problem(name, shortened(given), f"cannot be read ({in_one_line(error)})", hint)) from error
     if several:
-        hint = f"for a list {name}=[{given}], for one text quotes around it, for a run per value --multirun"
+        hint = f"{name}=[{given}] for a list, --multirun for a run per value"
         raise UserError(Problem(name, given, "several values", hint))
     name, value = override.get_key_element(), override.value()
     if isinstance(value, dict) and name not in SETTINGS:  # model={norm: rmsnorm} sets what model.norm=rmsnorm sets
@@ -118,7 +112,7 @@ def typed(name: str, value: Any) -> str:
 def unknown(name: str, value: Any) -> Problem:
     """The problem with a name that is no setting, and what to write instead."""
     if secret_name(name) or secret_value(str(value)):  # in a file
-        return Problem(name, HIDDEN, "looks like a secret", ADVICE)
+        return hidden(name)
     if name in GROUPS:
         return Problem(name, value, "is a group of settings", f"{name}=NAME of a file, or its settings: {name}.NAME")
     near, group = nearest_setting(name), name.partition(".")[0]

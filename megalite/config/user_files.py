@@ -1,7 +1,6 @@
 """Reads files that a user or another program may have changed. Whatever is wrong with one is a refusal that names it.
 
-A reader here never blocks (a FIFO is not waited for), reads regular files only, and turns the errors of the system, the
-decoder and the parser into one UserError. `as_record` checks JSON fields against a dataclass.
+A reader here reads regular files only, and never waits for a pipe.
 """
 
 import io

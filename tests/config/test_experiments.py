@@ -26,11 +26,6 @@ def world_size(recipe: Path) -> int:
     return int(number)
 
 
-def test_there_is_a_recipe_for_each_promised_model() -> None:
-    promised = {"shakespeare_char": 1, "gpt2_124m_openwebtext": 8, "llama3_8b_fineweb": 64, "qwen3_0_6b": 8}
-    assert {recipe.stem: world_size(recipe) for recipe in RECIPES} == promised
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_passes_all_checks_on_its_own_processes_and_says_how_it_is_started(recipe: Path) -> None:
     config, text = load_config(words(recipe), world_size(recipe)), recipe.read_text()
@@ -58,6 +53,10 @@ SAID = {  # by their heads: parameters, tokens of the largest step, and of the w
 VOCABULARIES = {"shakespeare_char": 65, "gpt2_124m_openwebtext": 50257, "llama3_8b_fineweb": 128256}
 
 
+def test_there_is_a_recipe_for_each_promised_model() -> None:
+    assert {recipe.stem for recipe in RECIPES} == SAID.keys()
+
+
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
 def test_a_recipe_trains_what_its_head_says(recipe: Path) -> None:
     vocabulary = [f"model.vocab_size={size}" for size in [VOCABULARIES.get(recipe.stem)] if size]
@@ -78,22 +77,12 @@ def test_the_command_line_has_the_last_word(order: int) -> None:
     assert config.train.global_batch_size == 480, "the rest is the recipe's"
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        (
-            "experiment=llama3_8b_finewb",
-            ["experiment=llama3_8b_fineweb is the nearest", "choices: gpt2_124m_openwebtext"],
-        ),
-        ("experiment=mine", ["no conf/experiment/mine.yaml", "choices: gpt2_124m_openwebtext"]),
-        ("experiments=qwen3_0_6b", ["did you mean experiment=qwen3_0_6b"]),
-    ],
-)
-def test_an_unknown_recipe_gives_the_choices_and_nothing_else_is_judged(word: str, said: list[str]) -> None:
+@pytest.mark.parametrize("word", ["experiment=llama3_8b_finewb", "experiments=llama3_8b_fineweb"])
+def test_an_unknown_recipe_is_told_the_nearest_and_nothing_else_is_judged(word: str) -> None:
     """On 64 processes the default batch would not do: but it is not what was asked for."""
     error = refusal(word, "lr.warmup_steps=1000", world_size=64)
     assert settings(error) == [word.partition("=")[0]]
-    assert all(text in str(error) for text in said), error
+    assert "experiment=llama3_8b_fineweb" in str(error)
 
 
 def test_a_folder_of_ones_own_may_hold_recipes_like_the_one_in_the_docs(tmp_path: Path) -> None:
