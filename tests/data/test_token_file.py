@@ -146,6 +146,7 @@ DAMAGES = {  # what is done to a file, and words of the refusal
     "empty data": (".bin", shorten(0), "holds no tokens"),
     "first pointer": (".idx", patch(42, b"\x02"), "sequence 0 starts at byte 2 with"),
     "length": (".idx", patch(34, b"\x02"), "sequence 0 starts at byte 0 with 2 tokens"),
+    "negative length": (".idx", patch(34, struct.pack("<iiqq", -1, 6, 0, -2)), "sequence 0 .* with -1 tokens"),
     "boundaries": (".idx", patch(74, b"\x07"), "boundaries do not run from 0 to 2"),
     "inner boundary": (".idx", patch(66, b"\x63"), "document 1 ends before it starts"),
     "facts of another type": (".json", text('{"vocab_size": "many"}'), "x.json.*'many', which is not of type int"),
