@@ -35,12 +35,6 @@ from megalite.train.history import read_metrics
 
 MAX_FILE = "5GB"  # transformers' own
 CARD = Path(__file__).with_name("model_card.md")
-LOSSES = {  # of metrics.jsonl, per token in nats
-    "loss": "training, at the last step that was logged",
-    "val_loss": "validation",
-    "val_perplexity": "validation perplexity",
-    "val_bits_per_byte": "validation bits per byte",
-}
 
 
 def export_checkpoint(model: SavedModel, folder: Path, precision: str = "auto") -> int:
@@ -182,7 +176,7 @@ def model_card(model: SavedModel, metrics: Mapping[str, Any]) -> bytes:
         active=active_parameters(config.model),
         data="; ".join(filter(None, [", ".join(filter(None, names)), state.data.description])),
         start=f"the weights of {Path(begun).name}" if begun else f"seed {config.seed}",
-        losses={words: metrics[name] for name, words in LOSSES.items() if metrics.get(name) is not None},
+        metrics={name: value for name, value in metrics.items() if value is not None},
     )
     return card.encode()
 
