@@ -102,13 +102,13 @@ def test_a_save_that_does_not_end_ends_the_job(tmp_path: Path) -> None:
 
 
 def _go_on(context: ParallelContext, folder: Path, waits: bool) -> str:
-    at = [0]
+    watchdog.REPORT_S, at = 4.0, [0]
 
     def doing() -> Doing:
         return SAVING if waits else training(at[0], "")
 
     with Watchdog(context, doing, folder, ["here"] * 3):
-        for _ in range(30):
+        for _ in range(90 if waits else 30):  # longer than PATIENCE_S + REPORT_S
             time.sleep(PATIENCE_S / 10)
             at[0] += 1
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("watchdog")]
