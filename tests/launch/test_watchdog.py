@@ -122,6 +122,24 @@ def test_who_goes_on_or_waits_for_a_disk_is_left_alone(tmp_path: Path, waits: bo
     assert not [*tmp_path.iterdir()]
 
 
+def _suspended(context: ParallelContext, folder: Path) -> str:
+    """Stopped for twice as long as a step may take, as with a laptop whose lid is closed."""
+    watchdog.REPORT_S, doing = 8.0, Doing(1, "step 1", "parallel.timeout_s", 2.0)
+    with Watchdog(context, lambda: doing, folder, ["here"] * 2):
+        if (child := os.fork()) == 0:
+            os.kill(os.getppid(), signal.SIGSTOP)
+            time.sleep(4.0)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.waitpid(child, 0)
+        time.sleep(1.0)
+    return "alive"
+
+
+def test_time_in_which_all_are_stopped_does_not_count(tmp_path: Path) -> None:
+    assert run_ranks(_suspended, 2, tmp_path) == ["alive"] * 2
+
+
 def _busy_beside_one_that_hangs(context: ParallelContext, folder: Path) -> None:
     """Rank 1 goes on and on; rank 0 waits for it longer than it may."""
     watchdog.REPORT_S, watchdog.ROLL_S, at = 8.0, 2.0, [0]
