@@ -23,8 +23,7 @@ from megalite.config.parallel_rules import checked_layout
 from megalite.config.rule import Case
 from megalite.errors.problems import Problem, UserError
 from megalite.layout.ranks import header_lines as layout_lines
-from megalite.optim.memory import bytes_of_rank
-from megalite.optim.rank_buffers import rank_buffers
+from megalite.optim.rank_buffers import bytes_of_rank, rank_buffers
 from megalite.plan.buffers_table import buffer_lines
 from megalite.verify.shrink import vocabulary_of
 
