@@ -3,7 +3,8 @@
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -59,10 +60,9 @@ def composed(files: Files, choices: Mapping[str, str]) -> dict[str, Any]:
     """The settings in the files of the command's choices, by dotted names, before interpolations are resolved.
     UserError for a file that cannot be read."""
     words = [f"{group}={choice}" for group, choice in choices.items()]
-    with (
-        refusing(" ".join([f"--config-name={files.name}", *words]), MEND),
-        hydra.initialize_config_dir(_main_folder(files), "pretrain_gpt", **_VERSION_BASE),
-    ):
+    sweeping = GlobalHydra.instance().is_initialized()  # by the same files
+    start = partial(hydra.initialize_config_dir, _main_folder(files), "pretrain_gpt", **_VERSION_BASE)
+    with refusing(" ".join([f"--config-name={files.name}", *words]), MEND), nullcontext() if sweeping else start():
         try:
             return leaves(cast(dict[str, Any], OmegaConf.to_container(hydra.compose(files.name, words))))
         except (HydraException, OmegaConfBaseException) as error:
