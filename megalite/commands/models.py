@@ -5,7 +5,6 @@ torch is imported once the words are known to be right.
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 
 from megalite.commands.command import COUNT, Shown, command, option
@@ -69,17 +68,11 @@ def generate(options: Namespace, overrides: list[str]) -> Shown:
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.num_samples, options.max_new_tokens)
     texts = texts_of(open_model(options.model, options.step), options.prompt, config, sampling)
-    return Shown(text_lines(texts, len(options.prompt) * options.num_samples, as_json=options.json))
-
-
-def text_lines(texts: Iterator[tuple[str, str]], count: int, *, as_json: bool) -> Iterator[str]:
-    """What is printed of each text."""
-    for at, (prompt, text) in enumerate(texts, 1):
-        if as_json:
-            yield json.dumps({"prompt": prompt, "text": text})
-        else:
-            yield from ([f"--- {at} of {count} ---"] if count > 1 else [])
-            yield text
+    if options.json:
+        return Shown(json.dumps({"prompt": prompt, "text": text}) for prompt, text in texts)
+    count = len(options.prompt) * options.num_samples
+    heads = (f"--- {at} of {count} ---\n" if count > 1 else "" for at in range(1, count + 1))
+    return Shown(head + text for head, (_, text) in zip(heads, texts, strict=True))
 
 
 @command(

@@ -6,7 +6,6 @@ No data is read, no GPU is used, no torch is imported.
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -34,7 +33,7 @@ from megalite.pipeline.checker import check
 from megalite.pipeline.schedules import build_schedule
 from megalite.plan.buffers_table import buffer_lines
 from megalite.plan.ranks import groups_of, json_lines, ranks_picture, stage_lines, table_lines
-from megalite.plan.timeline import FORWARD_PASSES, Timeline, schedule_picture, simulated
+from megalite.plan.timeline import FORWARD_PASSES, schedule_picture, simulated
 from megalite.verify.shrink import vocabulary_of
 
 LABELS = {"world_size": "--world-size", "split_rank": "--pp-split-rank"}
@@ -102,15 +101,11 @@ def schedule(options: Namespace, overrides: list[str]) -> Shown:
     flaws = check(planned)
     assert not flaws, "\n".join(map(str, flaws))
     timeline = simulated(planned)
-    return Shown(timeline_lines(timeline), draw=lambda: schedule_picture(timeline, FORWARD_PASSES, timeline.title))
-
-
-def timeline_lines(timeline: Timeline) -> Iterator[str]:
-    """The timeline in words: for each rank what it holds at most, and its first actions."""
-    yield from (timeline.title, timeline.summary(FORWARD_PASSES), "")
+    lines = [timeline.title, timeline.summary(FORWARD_PASSES), ""]
     for rank, spans in enumerate(timeline.ranks):
-        cells = " ".join(str(span.action) for span in spans[:MOST_CELLS])
-        yield f"rank {rank:<3} holds at most {timeline.held(rank):<16} {cells}{' ...' * (len(spans) > MOST_CELLS)}"
+        cells = [*(str(span.action) for span in spans[:MOST_CELLS]), *(["..."] if len(spans) > MOST_CELLS else [])]
+        lines.append(f"rank {rank:<3} holds at most {timeline.held(rank):<16} {' '.join(cells)}")
+    return Shown(lines, draw=lambda: schedule_picture(timeline, FORWARD_PASSES, timeline.title))
 
 
 @command(

@@ -51,7 +51,7 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
     refuse(problems)
     terminal = Terminal(sys.stderr)
     try:
-        return Shown([*(scan(config, terminal) if verify else make(config, output, terminal))])
+        return Shown([*(check(config, terminal) if verify else make(config, output, terminal))])
     except KeyboardInterrupt:
         to_stderr("stopped; the same command continues where it was")
         raise
@@ -81,7 +81,7 @@ def make(config: Config, output: Path, terminal: Terminal) -> Iterator[str]:
     yield f"train on it: python pretrain_gpt.py data=tokens {path_override(str(output))}"
 
 
-def scan(config: Config, terminal: Terminal) -> Iterator[str]:
+def check(config: Config, terminal: Terminal) -> Iterator[str]:
     """Scan token files; say what they hold."""
     from megalite.data.open import paths_of
     from megalite.data.token_file import verify

@@ -31,18 +31,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
+from megalite.config import durable_files as files
 from megalite.config.arguments import flags
 from megalite.config.compose import load_config, names_of
-from megalite.config.durable_files import (
-    COMPARISON,
-    POINT,
-    STOP,
-    SWEEP,
-    open_to_append,
-    output_problems,
-    private_files,
-    write_atomically,
-)
 from megalite.config.hydra_files import PACKAGE, files_of, hydra_loader, in_one_line, run_hydra
 from megalite.config.overrides import as_override
 from megalite.config.schema import Config
@@ -74,16 +65,16 @@ def sweep(arguments: Namespace) -> int:
         own += ["hydra.sweep.subdir=${hydra.job.override_dirname}"]
         own += [f"hydra.job.config.override_dirname.exclude_keys=[{','.join(sorted(names_of(words) - swept))}]"]
     train = partial(train_point, flags=flags(arguments))
-    with private_files(), _stop_file(folder):
+    with files.private_files(), _stop_file(folder):
         return max(run_hydra([*words, *own, "--multirun"], train, arguments), _report(folder))
 
 
 def _checked(arguments: Namespace, fixed: list[str]) -> Path:
     """Hydra's folder of this sweep; UserError for what some point would be refused, and two points in one folder."""
-    files = files_of(arguments)
-    loader = hydra_loader(files)
+    chosen = files_of(arguments)
+    loader = hydra_loader(chosen)
     try:
-        found = loader.load_configuration(files.name, fixed, run_mode=RunMode.MULTIRUN)
+        found = loader.load_configuration(chosen.name, fixed, run_mode=RunMode.MULTIRUN)
         basic = found.hydra.sweeper._target_.endswith(".BasicSweeper")  # whose points are known beforehand
         points = points_of(arguments.overrides, loader) if basic else [fixed]
     except (HydraException, OmegaConfBaseException) as error:
@@ -132,7 +123,7 @@ def _ranks(config: DictConfig) -> int:
 def _stop_file(folder: Path) -> Iterator[None]:
     """Meanwhile a signal that asks to stop only writes a byte to a file, which each point sees wherever it runs. What
     an earlier sweep has left in the folder goes; UserError where others have files of these names."""
-    stop = folder / STOP.usual
+    stop = folder / files.STOP.usual
 
     def ask(number: int, frame: FrameType | None) -> None:
         with stop.open("ab") as file:
@@ -140,9 +131,9 @@ def _stop_file(folder: Path) -> Iterator[None]:
 
     with refusing(folder, "another hydra.sweep.dir"):
         folder.mkdir(parents=True, exist_ok=True)
-        left = {stop: STOP, **dict.fromkeys(folder.rglob(POINT.usual), POINT)}
-        places = left | {folder / kind.usual: kind for kind in (COMPARISON, SWEEP)}
-        refuse([each for path, kind in places.items() for each in output_problems("hydra.sweep.dir", path, kind)])
+        left = {stop: files.STOP, **dict.fromkeys(folder.rglob(files.POINT.usual), files.POINT)}
+        places = left | {folder / kind.usual: kind for kind in (files.COMPARISON, files.SWEEP)}
+        refuse([each for path, kind in places.items() for each in files.output_problems("hydra.sweep.dir", path, kind)])
         for path in left:
             path.unlink(missing_ok=True)
     before = {number: signal.signal(number, ask) for number in STOP_SIGNALS}
@@ -156,14 +147,16 @@ def _stop_file(folder: Path) -> Iterator[None]:
 def _report(folder: Path) -> int:
     """Says what became of the points and draws a page that compares them; the exit status."""
     lines, trained, found = list[str](), list[Path](), set[str]()
-    for path in sorted(folder.rglob(POINT.usual), key=lambda path: (len(str(path)), path)):
+    for path in sorted(folder.rglob(files.POINT.usual), key=lambda path: (len(str(path)), path)):
         record = read_object(path)
         loss = "" if record["val_loss"] is None else f", validation loss {record['val_loss']:.4f}"
         lines.append(f"{path.parent.relative_to(folder)}: {record['status']}{loss}; {record['run_dir']}")
         found.add(record["status"])
         if record["run_dir"] and Path(record["run_dir"], "metrics.jsonl").is_file():
             trained.append(Path(record["run_dir"]))
-    lines += [f"comparison: {write_report(trained, folder / COMPARISON.usual, COMPARISON)}"] if trained else []
+    lines += (
+        [f"comparison: {write_report(trained, folder / files.COMPARISON.usual, files.COMPARISON)}"] if trained else []
+    )
     print_lines([*lines, *(["stopped; the same command continues"] if "stopped" in found else [])])
     return int("failed" in found)
 
@@ -172,17 +165,17 @@ def train_point(config: DictConfig, flags: Sequence[str]) -> float:
     """Train what Hydra composed by these flags; the final validation loss, NaN where there is none."""
     hydra = HydraConfig.get()
     words, ranks = [*flags, *hydra.overrides.task], _ranks(config)
-    folder, stop = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd, hydra.sweep.dir, STOP.usual)
+    folder, stop = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd, hydra.sweep.dir, files.STOP.usual)
     alone = hydra.runtime.choices["hydra/launcher"] == "basic"  # else several points write at once
     launcher = PACKAGE.parent / "pretrain_gpt.py"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     program = [sys.executable, *torchrun, *([str(launcher)] if launcher.is_file() else ["-m", "megalite", "train"])]
     run_dir, status, loss = "", "stopped", None
-    with private_files():
+    with files.private_files():
         try:
             run_dir = str(load_config(words, ranks).run_dir)
             if not stop.exists():
-                with open(os.devnull, "a") if alone else open_to_append(folder / "output.log") as log:
+                with open(os.devnull, "a") if alone else files.open_to_append(folder / "output.log") as log:
                     failed = run_process([*program, *words], None if alone else log, stop)
                 status = "stopped" if stop.exists() else "failed" if failed else "trained"
             if status == "trained":
@@ -192,7 +185,7 @@ def train_point(config: DictConfig, flags: Sequence[str]) -> float:
             to_stderr(str(error))
             status = "failed"
         record = {"words": [*hydra.overrides.task], "run_dir": run_dir, "status": status, "val_loss": loss}
-        write_atomically(folder / POINT.usual, json.dumps(record).encode(), POINT)
+        files.write_atomically(folder / files.POINT.usual, json.dumps(record).encode(), files.POINT)
     return math.nan if loss is None else float(loss)
 
 

@@ -15,13 +15,13 @@ from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, outside, with_values
 from megalite.config.user_files import read_object
 from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse
-from megalite.hf.families import FAMILIES, NAMES
+from megalite.hf.families import FAMILIES
 from megalite.hf.families.llama import RotaryFamily
 
-SETTING = "checkpoint.init_from"
+SETTING, NAMES = "checkpoint.init_from", ", ".join(FAMILIES)
 REMEDY = "the folder is damaged or incomplete: copy or download it again, or save it again with save_pretrained"
 REPAIR = "write into config.json what its model has, or copy or download the folder again"
-OTHER_MODEL = f"the folder may be sound; give a {NAMES} model that the settings of docs/configuration.md can say"
+OTHER_MODEL = f"the folder may be sound; give a model of {NAMES} that the settings of docs/configuration.md can say"
 OPEN = ("rope_attention_factor", "rope_mscale", "rope_mscale_all_dim")  # settings that may be null
 Misfit = tuple[str, Any, str]  # a key of config.json, its value and the rule that it breaks
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")  # one of them makes a folder a tokenizer's
@@ -45,7 +45,7 @@ def imported_model_settings(folder: str | Path) -> dict[str, Any]:
         if isinstance(family, RotaryFamily):
             keys |= {name: key for key, name in family.rope(found)[1].items()}
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
-        rule = f"describes no {family.title} model ({type(error).__name__}: {error})"
+        rule = f"describes no {family.model_type} model ({type(error).__name__}: {error})"
         raise UserError(Problem(str(path), NO_VALUE, rule, REPAIR, here=True)) from error
     unsaid = "no setting here says it; what can be said: "
     refuse_all(((key, value, unsaid + known) for key, value, known in beyond), OTHER_MODEL)
@@ -94,8 +94,8 @@ def read_model_file(folder: Path) -> dict[str, Any]:
         raise UserError(Problem(SETTING, str(folder), "must be the folder of a transformers model", remedy))
     found = read_object(path, REMEDY)
     if (family := found.get("model_type")) not in [*FAMILIES]:
-        remedy = f"give a {NAMES} model; code that comes with a model is never run"
-        raise UserError(Problem(f"{path}: model_type", family, f"must be one of {', '.join(FAMILIES)}", remedy))
+        remedy = "give a model of these; code that comes with a model is never run"
+        raise UserError(Problem(f"{path}: model_type", family, f"must be one of {NAMES}", remedy))
     return found
 
 

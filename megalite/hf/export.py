@@ -27,7 +27,7 @@ from megalite.config.user_files import refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.hf.families import FAMILIES
 from megalite.hf.families.family import Family
-from megalite.hf.import_model import Source, sources
+from megalite.hf.import_model import Form, sources
 from megalite.hf.saved_model import SavedModel
 from megalite.launch.device import DTYPES
 from megalite.model.flops import active_parameters, parameter_count
@@ -35,12 +35,6 @@ from megalite.train.history import read_metrics
 
 MAX_FILE = "5GB"  # transformers' own
 CARD = Path(__file__).with_name("model_card.md")
-LOSSES = {  # of metrics.jsonl, per token in nats
-    "loss": "training, at the last step that was logged",
-    "val_loss": "validation",
-    "val_perplexity": "validation perplexity",
-    "val_bits_per_byte": "validation bits per byte",
-}
 
 
 def export_checkpoint(model: SavedModel, folder: Path, precision: str = "auto") -> int:
@@ -122,7 +116,7 @@ def _described(config: ModelConfig, family: Family, context_length: int) -> dict
 
 
 def _tensors(
-    values: Iterable[tuple[str, Tensor]], by_parameter: Mapping[str, Source], dtype: torch.dtype
+    values: Iterable[tuple[str, Tensor]], by_parameter: Mapping[str, Form], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """(name in the file, its tensor) of each value; UserError at the first that is not finite.
 
@@ -132,7 +126,7 @@ def _tensors(
     for expected, source in by_parameter.items():
         name, value = next(each)
         assert name == expected, (name, expected)
-        for part, tensor in zip(source.tensors, source.form.split(value), strict=True):
+        for part, tensor in zip(source.tensors, source.split(value), strict=True):
             # A copy even where nothing changes: safetensors takes only contiguous tensors that share no memory.
             written = torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
             if not torch.isfinite(written).all():
@@ -182,7 +176,7 @@ def model_card(model: SavedModel, metrics: Mapping[str, Any]) -> bytes:
         active=active_parameters(config.model),
         data="; ".join(filter(None, [", ".join(filter(None, names)), state.data.description])),
         start=f"the weights of {Path(begun).name}" if begun else f"seed {config.seed}",
-        losses={words: metrics[name] for name, words in LOSSES.items() if metrics.get(name) is not None},
+        metrics={name: value for name, value in metrics.items() if value is not None},
     )
     return card.encode()
 

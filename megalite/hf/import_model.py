@@ -6,7 +6,7 @@ MLP is every expert, and there are no routers (arXiv 2212.05055).
 """
 
 import re
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -42,23 +42,17 @@ Stored = dict[str, tuple[Any, str]]  # by name in `sources`: the open file, and 
 
 class Form(NamedTuple):
     """How tensors of the file become a parameter, and the other way: inverse to each other to the bit. `split` gives
-    views where it can."""
+    views where it can. `tensors` are those of one parameter, by name with their shapes."""
 
     join: Callable[..., Tensor]
     split: Callable[[Tensor], tuple[Tensor, ...]]
+    tensors: Mapping[str, tuple[int, ...]] = {}
 
 
 SAME = Form(lambda tensor: tensor, lambda value: (value,))
 TRANSPOSED = Form(torch.t, lambda value: (value.t(),))  # GPT-2's Conv1D keeps weights as [in, out]
 STACKED = Form(lambda *parts: torch.stack(parts), torch.unbind)  # two of [ffn, ...] <-> [2, ffn, ...]
 PAIRS = Form(lambda *parts: torch.stack(parts).unflatten(0, (-1, 2)), lambda value: value.flatten(0, 1).unbind())
-
-
-class Source(NamedTuple):
-    """What one logical parameter consists of: tensors of the file, by name with their shapes, and the form."""
-
-    tensors: dict[str, tuple[int, ...]]
-    form: Form
 
 
 def import_model(
@@ -90,14 +84,14 @@ def import_model(
             rule = f"tie_word_embeddings=true, and {HEAD} is another matrix than the embedding"
             raise UserError(Problem(SETTING, str(folder), rule, "tie_word_embeddings=false in its config.json"))
     return (
-        (name, source.form.join(*(_tensor(folder, stored, part) for part in source.tensors)))
+        (name, source.join(*(_tensor(folder, stored, part) for part in source.tensors)))
         for name, source in wanted.items()
         if names is None or name in names
     )
 
 
-def sources(family: Family, config: ModelConfig) -> dict[str, Source]:
-    """The sources by logical name, in the order of `gpt_parameters`. `config` is resolved (no None left)."""
+def sources(family: Family, config: ModelConfig) -> dict[str, Form]:
+    """The tensors and forms by logical name, in the order of `gpt_parameters`. `config` is resolved (no None left)."""
     forms, found = _forms(family, config), {}
     for record in gpt_parameters(config):
         layer = "".join(re.findall(r"\.(\d+)\.", record.name))
@@ -112,7 +106,8 @@ def sources(family: Family, config: ModelConfig) -> dict[str, Source]:
             for name in modules
         ] or [HEAD]
         parts = form.split(torch.empty(record.shape, device="meta"))
-        found[record.name] = Source({name: tuple(part.shape) for name, part in zip(names, parts, strict=True)}, form)
+        shapes = {name: tuple(part.shape) for name, part in zip(names, parts, strict=True)}
+        found[record.name] = form._replace(tensors=shapes)
     return found
 
 
@@ -171,19 +166,15 @@ def _stored_tensors(folder: Path, prefix: str) -> Stored:
     return stored
 
 
-def _misfits(folder: Path, stored: Stored, wanted: dict[str, Source], ignored: set[str]) -> Iterator[Problem]:
+def _misfits(folder: Path, stored: Stored, wanted: dict[str, Form], ignored: set[str]) -> Iterator[Problem]:
     """Every tensor that is missing, unexpected, or of another shape or kind."""
     shapes = {name: shape for source in wanted.values() for name, shape in source.tensors.items()}
-    for name in [*shapes, *(stored.keys() - shapes.keys() - ignored)]:
-        if name not in stored:
-            yield folder_problem(folder, f"must have the tensor {name}")
-        elif name in shapes:
-            header = stored[name][0].get_slice(stored[name][1])
-            shape, kind = tuple(header.get_shape()), header.get_dtype()
-            if shape != shapes[name] or kind not in FLOATING:
-                rule = f"must have {name} of the shape {[*shapes[name]]}, in one of {', '.join(FLOATING)}"
-                yield folder_problem(folder, f"{rule}, not {kind} {[*shape]}")
-        elif not NOT_WEIGHTS.search(name):
+    for name, shape in shapes.items():
+        header = stored[name][0].get_slice(stored[name][1]) if name in stored else None
+        if header is None or tuple(header.get_shape()) != shape or header.get_dtype() not in FLOATING:
+            yield folder_problem(folder, f"must have {name} of the shape {[*shape]}, in one of {', '.join(FLOATING)}")
+    for name in stored.keys() - shapes.keys() - ignored:
+        if not NOT_WEIGHTS.search(name):
             yield folder_problem(folder, f"must have no tensors but the model's own, and holds {name}")
 
 

@@ -7,13 +7,17 @@ start makes up for the evaluation.
 """
 
 import gc
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from megalite.config.step_plan import planned_steps
 from megalite.data.batches import StepBatches, TrainBatches, validation_batches
@@ -25,9 +29,8 @@ from megalite.optim.schedule import learning_rate
 from megalite.pipeline.simulator import Span
 from megalite.train.build import data_share
 from megalite.train.evaluate import evaluate, sample
-from megalite.train.history import PIPELINE
+from megalite.train.history import PIPELINE, StepPart
 from megalite.train.metrics import Meter
-from megalite.train.profile import profiled_step
 from megalite.train.replicas import check_replicas
 from megalite.train.saving import Saver, TrainingStoppedError
 from megalite.train.setup import Job
@@ -35,6 +38,7 @@ from megalite.train.step import PendingMetrics, TrainStep
 
 # An accelerator runs ahead of the host: its metrics are read one step late. A CPU's are there at once.
 LATENESS = {"cpu": 0, "cuda": 1}
+PROFILES, ROWS = "profile", 30  # the folder in a run's, and rows of its tables
 BROKEN_OFF = "asked to stop: the {} after step {} is broken off, nothing of it is recorded"
 
 
@@ -222,3 +226,41 @@ def sample_text(job: Job, step: int) -> None:
         return
     for prompt, tokens in zip(job.prompts, texts, strict=True):
         job.log.event("sample", step, prompt=prompt, text=tokenizer.decode(tokens))
+
+
+@contextmanager
+def profiled_step(job: Job, step: int) -> Iterator[None]:
+    """Profile the step that happens inside, up to the reading of its metrics (train.profile_steps). Such a step waits
+    for its device and takes longer than others.
+
+    Each rank leaves two files, or a warning: `step-00000012-rank-00003.trace.json.gz`, which ui.perfetto.dev opens,
+    with the step and its parts (metrics.py) as labelled ranges, and a `.txt`, a table of the costliest operations.
+    """
+    clock, cuda, label = job.training.clock, job.context.device.type == "cuda", ExitStack()
+    thread, unheard = threading.get_ident(), clock.listener
+
+    def begin(part: StepPart) -> None:
+        """The part that was open ends. Another thread's view of it (autograd's) is not the step's."""
+        if threading.get_ident() == thread:
+            label.close()
+            label.enter_context(record_function(f"part: {part}"))
+
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as record:
+        clock.listener = begin
+        with record_function("train step"), label:
+            clock.restart()
+            yield
+            job.training.gather.finish()  # torch notes a transfer's end where its record was, freed or not
+            if cuda:
+                torch.cuda.synchronize(job.context.device)
+        clock.listener = unheard
+    path = job.folder.path / PROFILES / f"step-{step:08d}-rank-{job.context.rank:05d}"
+    try:
+        path.parent.mkdir(exist_ok=True)
+        record.export_chrome_trace(f"{path}.trace.json.gz")
+        table = record.key_averages().table(sort_by=f"self_{'device' if cuda else 'cpu'}_time_total", row_limit=ROWS)
+        path.with_suffix(".txt").write_text(f"{table}\n")
+    except OSError as error:
+        job.log.note(f"warning: the profile of step {step} could not be kept: {error}")
+    else:
+        job.log.event("profile", step, folder=str(path.parent))

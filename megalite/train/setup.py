@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from megalite.checkpoint.commit import CHECKPOINTS, committed
 from megalite.checkpoint.reading import Found, newest
 from megalite.checkpoint.run_folder import RunFolder, keep_tokenizer, require_room
 from megalite.config.layout import exchange_of
@@ -109,9 +108,6 @@ def set_up(
     config = derive_device(with_values(config, vocabulary), context)
     path, weights, tokenizer = Path(config.run_dir), config.checkpoint.init_from, data.tokenizer
     prompts = all_ranks_or_raise(context, lambda: prompts_of(config, data))
-    continues = rank0_broadcast(context, lambda: has_checkpoints(path))
-    if weights is not None and not continues:  # else nobody reads them
-        all_ranks_or_raise(context, lambda: read_weights(weights, config.model, None))  # checked at once, read later
     folder = RunFolder(path, context, config.resume, as_plain(config), data.fingerprint)
     try:
         for line in (*config.told, *folder.changes, *remarks(config, context)):
@@ -159,22 +155,6 @@ def open_training_data(
     return data
 
 
-def has_checkpoints(run_dir: Path) -> bool:
-    """Whether there is something to continue from. A run that has saved goes on or not at all: a new start would write
-    over its records."""
-    folder = run_dir / CHECKPOINTS
-    if committed(folder):
-        return True
-    events = read_events(run_dir / EVENTS)
-    saved = [event["step"] for event in events if event["kind"] in ("checkpoint", "resume")]
-    if saved or (not events and read_metrics(run_dir / METRICS)):
-        words = f"{EVENTS} tells of a checkpoint of step {saved[-1]}" if saved else f"{METRICS} tells of steps"
-        rule = f"its {words}, but there is no folder called step- and eight digits in {folder}"
-        remedy = f"put the checkpoints back (is their disk mounted?), set another run_dir, or delete {run_dir}"
-        raise UserError(Problem("run_dir", str(run_dir), rule, remedy))
-    return False
-
-
 def remarks(config: Config, context: ParallelContext) -> list[str]:
     """Lines about settings on this device that the user should know."""
     found = [slow_precision(context.dtype, context.device)]
@@ -209,11 +189,18 @@ def restore(job: Job, found: Found) -> None:
 
 def examine_records(job: Job) -> tuple[int, bool, dict[str, Any]]:
     """The step that the run continues from if the records hold its evaluation, else -1; whether this start has nothing
-    to do and nothing to record; the newest line of a step."""
+    to do and nothing to record; the newest line of a step. UserError where the run has saved and its checkpoints are
+    gone: a new start would write over its records."""
     step, folder = job.progress.step, job.folder.path
-    if job.resumed_from is None:
-        return -1, False, {}
     lines, events = read_metrics(folder / METRICS), read_events(folder / EVENTS)
+    if job.resumed_from is None:
+        saved = [event["step"] for event in events if event["kind"] in ("checkpoint", "resume")]
+        if saved or (lines and not events):
+            words = f"{EVENTS} tells of a checkpoint of step {saved[-1]}" if saved else f"{METRICS} tells of steps"
+            rule = f"its {words}, but there is no folder called step- and eight digits in {job.folder.checkpoints}"
+            remedy = f"put the checkpoints back (is their disk mounted?), set another run_dir, or delete {folder}"
+            raise UserError(Problem("run_dir", str(folder), rule, remedy))
+        return -1, False, {}
     job.evaluated_step = step if any(line["step"] == step and "val_loss" in line for line in lines) else -1
     finished = job.complete and bool(events) and events[-1]["kind"] in ENDS
     measured = [line for line in lines if "loss" in line and line["step"] <= step]

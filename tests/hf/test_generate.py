@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tokenizers import Regex, pre_tokenizers
 
 from megalite.commands.models import evaluate, generate
 from megalite.config.schema import Config
 from megalite.data.tokenizers import bpe_tokenizer, byte_tokenizer, load_tokenizer
+from megalite.hf import inference
 from megalite.hf.inference import Sampling, continued, read_prompt, texts_of
 from megalite.hf.saved_model import open_model
 from tests.hf.peers import PEERS, change_config, save_peer
@@ -63,24 +62,16 @@ def test_every_step_has_the_logits_of_transformers_over_the_whole_text(name: str
     assert torch.equal(text[:, 5:], theirs.argmax(-1)), "the likeliest token of each place"
 
 
-@settings(max_examples=50, deadline=None, derandomize=True)
-@given(
-    seed=st.integers(0, 1000),
-    temperature=st.sampled_from([0.01, 0.7, 1.0, 30.0]),
-    top_k=st.sampled_from([0, 1, 5, 40, 99]),
-    top_p=st.sampled_from([1e-9, 0.3, 0.9, 1.0]),
-)
-def test_tokens_are_drawn_with_the_shares_of_transformers(
-    seed: int, temperature: float, top_k: int, top_p: float
-) -> None:
-    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(seed)).double() * 4
+@pytest.mark.parametrize("temperature", [0.01, 0.7, 1.0, 30.0])
+@pytest.mark.parametrize("top_k", [0, 1, 5, 40, 99])
+@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.9, 1.0])
+def test_tokens_are_drawn_with_the_shares_of_transformers(temperature: float, top_k: int, top_p: float) -> None:
+    logits = torch.randn(9, 40, generator=torch.Generator().manual_seed(1)).double() * 4
     shares, tokens = Sampling(temperature, top_k, top_p).shares(logits)
     ours = torch.zeros_like(logits).scatter(1, tokens, shares / shares.sum(1, keepdim=True))
     warpers: list[Any] = [transformers.TemperatureLogitsWarper(temperature)]
-    if top_k:
-        warpers.append(transformers.TopKLogitsWarper(top_k))
-    if top_p < 1:
-        warpers.append(transformers.TopPLogitsWarper(top_p))
+    warpers += [transformers.TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [transformers.TopPLogitsWarper(top_p)] if top_p < 1 else []
     for warp in warpers:
         logits = warp(None, logits)
     torch.testing.assert_close(ours, torch.softmax(logits, dim=1), rtol=1e-12, atol=1e-15)
@@ -116,8 +107,9 @@ def test_a_prompt_is_read_with_the_ids_of_an_evaluation(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).encode("<|endoftext|>") != [0], "but not in a document"
 
 
-def test_samples_do_not_depend_on_other_prompts(tmp_path: Path) -> None:
+def test_samples_do_not_depend_on_other_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = Sampling(temperature=1.0, top_k=0, num_samples=20)
+    monkeypatch.setattr(inference, "TOGETHER", 8)
     alone = texts(sound(tmp_path), ["a tree"], 4, drawn)
     assert len(set(alone)) == 20
     both = texts(tmp_path, ["the river", "a tree"], 4, drawn)

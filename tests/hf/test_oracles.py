@@ -19,7 +19,7 @@ def peer_gradients(peer: Any, name: str, config: Any) -> dict[str, Tensor]:
     family = FAMILIES[PEERS[name].model_type]
     gradients = dict(as_in_files(family.model_type, {key: value.grad for key, value in peer.named_parameters()}))
     return {
-        ours: source.form.join(*(gradients[tensor] for tensor in source.tensors))
+        ours: source.join(*(gradients[tensor] for tensor in source.tensors))
         for ours, source in sources(family, config).items()
     }
 

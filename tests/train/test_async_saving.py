@@ -24,7 +24,7 @@ from tests.train.runs import (
     state_bytes,
 )
 from tests.train.test_bad_steps import poison
-from tests.train.test_run import LAYOUTS, STEPS, at_step, checkpoints, config_for, losses, run_on, start, stop_after
+from tests.train.test_run import LAYOUTS, STEPS, at_step, checkpoints, config_for, losses, run_on, start
 
 
 def behind(text: Path, run_dir: Path, **train: Any) -> Config:
@@ -150,17 +150,6 @@ def test_a_failure_is_told_once_and_soon_and_training_goes_on(
     assert seen == [f"the checkpoint of step {at} was not saved: no space left on device {told}" for at, told in AT]
     assert disk.begun == [4, 8, STEPS]
     assert checkpoints(tmp_path / "run") == [8]
-
-
-def test_a_stop_waits_for_the_save_under_way_and_saves_its_own_step(
-    text: Path, tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    disk.held = {4}
-    stop_after(6, monkeypatch)
-    threading.Timer(1.0, disk.let_go.set).start()
-    assert start(behind(text, tmp_path / "run")) == 0
-    assert checkpoints(tmp_path / "run") == [4, max(losses(tmp_path / "run"))]
-    assert disk.begun == disk.ended
 
 
 def test_giving_up_names_the_checkpoint_that_was_under_way(

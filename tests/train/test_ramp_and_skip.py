@@ -108,10 +108,6 @@ def test_a_spike_is_passed_over_from_the_checkpoint_before_it(
     assert after[7] != before[7]
 
 
-def _run(context: ParallelContext, config: Config) -> int:
-    return train_on_rank(context, config)
-
-
 @pytest.mark.parametrize(
     "layout",
     [
@@ -132,7 +128,7 @@ def test_a_run_goes_on_in_the_middle_of_its_ramp_on_another_layout(
     assert start(replace(moved, train=replace(moved.train, steps=5))) == 0
     parallel = replace(moved.parallel, pp=layout.pp, timeout_s=20)
     config = derive(replace(moved, parallel=parallel), layout.world_size)
-    assert run_ranks(_run, layout.world_size, config, layout=layout, needs=needs_of(config), timeout=40) == [0, 0]
+    assert run_ranks(train_on_rank, 2, config, layout=layout, needs=needs_of(config), timeout=40) == [0, 0]
     found, expected = losses(tmp_path / "moved"), losses(tmp_path / "whole")
     assert found.keys() == expected.keys()
     for step, loss in expected.items():

@@ -22,7 +22,6 @@ GPT_ONLY = {"quantization_config": None, "transformers_weights": None}  # keys w
 class Family(ABC):
     """A family of models. Subclasses give the data, and override methods where data is not enough."""
 
-    title: ClassVar[str]  # for people
     model_type: ClassVar[str]  # in config.json
     architecture: ClassVar[str]  # transformers' class
     prefix: ClassVar[str] = "model."  # of all tensors but the head

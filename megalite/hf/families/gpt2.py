@@ -9,7 +9,7 @@ GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": 
 
 
 class GPT2(Family):
-    title, model_type, architecture = "GPT-2", "gpt2", "GPT2LMHeadModel"
+    model_type, architecture = "gpt2", "GPT2LMHeadModel"
     prefix, conv1d = "transformer.", True
     keys = {
         "num_layers": "n_layer",

@@ -1,6 +1,6 @@
 """Llama, and the base of families with rotary positions, RMSNorm and SwiGLU, which differ from it a little."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from megalite.errors.words import plain
@@ -30,9 +30,11 @@ class RotaryFamily(Family):
     }
     also = {"max_position_embeddings": "max_positions"}
     absent = {
-        **dict.fromkeys(("num_key_value_heads", "head_dim", "max_position_embeddings")),  # YaRN alone asks for the last
-        **dict.fromkeys(("attention_bias", "tie_word_embeddings"), False),
+        "num_key_value_heads": None,
+        "head_dim": None,
         "rms_norm_eps": 1e-6,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
     }
     only = {"hidden_act": "silu", "use_sliding_window": False, "attention_bias": False}
     fixed = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "qk_norm": False}
@@ -52,8 +54,6 @@ class RotaryFamily(Family):
 
     def settings(self, found: Found) -> dict[str, Any]:
         settings, (rope, keys) = super().settings(found), self.rope(found)
-        if rope["rope_type"] == "yarn":
-            rope = _yarn_in_full(rope, found)
         if rope["rope_type"] == "default" or rope["factor"] == 1.0:
             return settings | {"rope_theta": rope["rope_theta"], "rope_scaling_factor": 1.0}
         return settings | {"rope_scaling": rope["rope_type"], **{name: rope[key] for key, name in keys.items()}}
@@ -76,40 +76,34 @@ class RotaryFamily(Family):
             yield "rope_type", rope["rope_type"], f"default, {', '.join(SCALINGS)}"
         if (part := rope.get("partial_rotary_factor", 1.0)) != 1.0:
             yield "partial_rotary_factor", part, "1"
-        full = _yarn_in_full(rope, found) if rope["rope_type"] == "yarn" else rope
-        if full.get("factor") == 1.0 and (scale := rope.get("attention_factor", 1.0)) != 1.0:
+        if rope.get("factor") == 1.0 and (scale := rope.get("attention_factor")) not in (None, 1.0):
             yield "attention_factor", scale, "1 with factor=1"
 
     def rope(self, found: Found) -> tuple[dict[str, Any], dict[str, str]]:
         """The rotary positions of a config.json, and {key: setting}. They are in `rope_parameters` of transformers 5;
-        before, in `rope_scaling` and beside it."""
+        before, in `rope_scaling` and beside it. YaRN has transformers' values for absent keys, and none for keys that
+        transformers passes over."""
         inner = found.get("rope_parameters") or found.get("rope_scaling") or {}
-        rope = {key: value for key, value in inner.items() if value is not None}
+        inner = {key: value for key, value in inner.items() if value is not None}
         beside = {**self.absent, **found}
         outer = {key: beside[key] for key in ("rope_theta", "partial_rotary_factor") if beside.get(key) is not None}
-        rope = {"rope_theta": 10000.0, "rope_type": rope.get("type", "default"), **outer, **rope}
-        if isinstance(original := found.get("original_max_position_embeddings"), int) and rope["rope_type"] == "yarn":
-            rope["original_max_position_embeddings"] = original
+        rope = {"rope_theta": 10000.0, "rope_type": inner.get("type", "default"), **outer, **inner}
         keys = {key: name for name, key in SCALINGS.get(str(rope["rope_type"]), {}).items()}
+        if rope["rope_type"] == "yarn":
+            original, most = "original_max_position_embeddings", "max_position_embeddings"
+            first = found.get(original) or rope.get(original) or found[most]
+            rope = {"truncate": True, "attention_factor": None, **rope, original: first}
+            rope |= {"factor": rope["factor"] if "factor" in rope else found[most] / first}
+            rope |= {"beta_slow": rope.get("beta_slow") or 1.0, "beta_fast": rope.get("beta_fast") or 32.0}
+            if rope["attention_factor"] is not None or not (rope.get("mscale") and rope.get("mscale_all_dim")):
+                rope |= {"mscale": None, "mscale_all_dim": None}
         return rope, keys | {"rope_theta": "rope_theta"}
-
-
-def _yarn_in_full(rope: Mapping[str, Any], found: Found) -> dict[str, Any]:
-    """YaRN with transformers' values for absent keys, and without keys that it passes over."""
-    rope = {"truncate": True, "attention_factor": None, **rope}
-    original = rope.get("original_max_position_embeddings") or found["max_position_embeddings"]
-    factor = rope["factor"] if "factor" in rope else found["max_position_embeddings"] / original
-    scales = {key: rope.get(key) or None for key in ("mscale", "mscale_all_dim")}
-    if rope["attention_factor"] is not None or None in scales.values():
-        scales = dict.fromkeys(scales)
-    betas = {"beta_slow": rope.get("beta_slow") or 1.0, "beta_fast": rope.get("beta_fast") or 32.0}
-    return {**rope, **betas, **scales, "factor": factor, "original_max_position_embeddings": original}
 
 
 class Llama(RotaryFamily):
     """Biases in attention and MLP, or in neither."""
 
-    title, model_type, architecture = "Llama", "llama", "LlamaForCausalLM"
+    model_type, architecture = "llama", "LlamaForCausalLM"
     only = {"hidden_act": "silu", "use_sliding_window": False}
 
     def describe(self, settings: Settings) -> dict[str, Any]:

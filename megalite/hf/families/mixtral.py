@@ -40,7 +40,7 @@ class ExpertFamily(RotaryFamily):
 
 
 class Mixtral(ExpertFamily):
-    title, model_type, architecture = "Mixtral", "mixtral", "MixtralForCausalLM"
+    model_type, architecture = "mixtral", "MixtralForCausalLM"
     keys = RotaryFamily.keys | {
         "moe.num_experts": "num_local_experts",
         "moe.top_k": "num_experts_per_tok",

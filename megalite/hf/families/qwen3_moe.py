@@ -9,7 +9,7 @@ from megalite.hf.families.mixtral import ExpertFamily, expert_modules
 
 
 class Qwen3MoE(ExpertFamily):
-    title, model_type, architecture = "Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM"
+    model_type, architecture = "qwen3_moe", "Qwen3MoeForCausalLM"
     fixed = {**ExpertFamily.fixed, "qk_norm": True}
     keys = RotaryFamily.keys | {
         "moe.num_experts": "num_experts",
