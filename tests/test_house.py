@@ -19,7 +19,8 @@ FLOORS = [
     {"model"},
     {"optim", "pipeline"},
     {"train"},
-    {"prepare", "hf", "verify", "plan"},
+    {"prepare"},
+    {"hf", "verify", "plan"},
     {"observe"},
     {"commands"},
 ]

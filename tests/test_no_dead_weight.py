@@ -131,18 +131,19 @@ def test_everything_that_is_defined_is_used() -> None:
     used = sum((names_in(tree(path)) for path in SOURCES), Counter[str]())
     for path in TEMPLATES:
         used.update(re.findall(r"\w+", " ".join(re.findall(r"{[{%].*?[%}]}", path.read_text(), re.DOTALL))))
+    known = CALLED_FROM_OUTSIDE | USED_ELSEWHERE | {function for _, function, _ in COMMANDS.values()}
     unused = [
         f"{path.relative_to(ROOT)}: {name}"
         for path in SOURCES
         for name, node in definitions(tree(path))
-        if used[name] == names_in(node)[name] and name not in CALLED_FROM_OUTSIDE | USED_ELSEWHERE
+        if used[name] == names_in(node)[name] and name not in known
     ]
     assert unused == []
 
 
 def test_every_module_is_imported() -> None:
     imported = set().union(*(modules_imported(tree(path)) for path in SOURCES))
-    imported |= {f"megalite.commands.{module}" for module, _ in COMMANDS.values()}
+    imported |= {f"megalite.commands.{module}" for module, *_ in COMMANDS.values()}
     imported |= {family.__module__ for family in FAMILIES.values()}
     modules = {".".join(path.relative_to(ROOT).with_suffix("").parts) for path in MODULES}
     alone = modules - imported

@@ -100,3 +100,6 @@ def test_the_list_of_commands_and_a_command_that_there_is_not(start: Start) -> N
     assert (refused.returncode, refused.stdout) == (2, "")
     assert "command='plan ponies'" in refused.stderr
     assert "plan ranks" in refused.stderr
+    whole = start("megalite", "plan", "schedule", "parallel.pp=2", "train.global_batch_size=4")
+    assert "rank 1" in whole.stdout
+    assert start("megalite", "schedule", "parallel.pp=2", "train.global_batch_size=4").stdout == whole.stdout

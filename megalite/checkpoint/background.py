@@ -13,6 +13,7 @@ first: then the training's stream waits for the copies on the device.
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -80,7 +81,7 @@ class BackgroundSaves:
         if self._side is None:
             copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in live]
         else:
-            self._pinned = copies = self._pinned or _pinned(live)
+            self._pinned = copies = self._pinned or self._pin(live)
             self._side.wait_stream(torch.cuda.current_stream(self._device))  # whose kernels complete the state
             with torch.cuda.stream(self._side):
                 for copy, tensor in zip(copies, live, strict=True):
@@ -89,17 +90,19 @@ class BackgroundSaves:
             wait = self._reading.synchronize
         return [replace(piece, tensor=copy) for piece, copy in zip(pieces, copies, strict=True)], wait
 
+    def _pin(self, live: Sequence[Tensor]) -> list[Tensor]:
+        """Host tensors of the same shapes in one block, pinned as it is: what torch pins itself has powers of two
+        bytes. They are valid as long as this object."""
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in live]
+        block, cudart = torch.empty(sum(sizes), dtype=torch.uint8), torch.cuda.cudart()
+        torch.cuda.check_error(cudart.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
+        # Memory that is freed while CUDA holds it for pinned gives wrong numbers to whoever copies there next.
+        weakref.finalize(self, lambda block: cudart.cudaHostUnregister(block.data_ptr()), block).atexit = False
+        parts = zip(block.split(sizes), live, strict=True)
+        return [part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for part, tensor in parts]
+
     def before_change(self) -> None:
         """What is put on the current stream from now on may change the pieces of the last save."""
         if self._reading is not None:
             torch.cuda.current_stream(self._device).wait_event(self._reading)
             self._reading = None
-
-
-def _pinned(live: Sequence[Tensor]) -> list[Tensor]:
-    """Host tensors of the same shapes in one block, pinned as it is: what torch pins itself has powers of two bytes."""
-    sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in live]
-    block = torch.empty(sum(sizes), dtype=torch.uint8)
-    torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0))
-    parts = zip(block.split(sizes), live, strict=True)
-    return [part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for part, tensor in parts]

@@ -66,9 +66,9 @@ def publish(temporary: Path, step: int) -> None:
 def retire(folder: Path, step: int, keep: int, *, good_before: int = 0) -> None:
     """Keep `step`, the newest `keep` - 1 checkpoints before it and the newest one before step `good_before`; delete the
     older ones. What cannot be deleted costs space, nothing else: the next save tries again."""
-    older = [(at, path) for at, path in committed(folder) if at < step]
-    good = next((path for at, path in older if at < good_before), None)
     with contextlib.suppress(OSError):
+        older = [(at, path) for at, path in committed(folder) if at < step]
+        good = next((path for at, path in older if at < good_before), None)
         for path in (path for _, path in older[keep - 1 :] if path != good):
             if path.is_symlink():  # where it leads, nothing is deleted
                 path.unlink()

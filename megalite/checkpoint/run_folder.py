@@ -34,10 +34,17 @@ import yaml  # type: ignore[import-untyped]
 from megalite.checkpoint.commit import CHECKPOINTS, committed, recover
 from megalite.checkpoint.manifest import digest
 from megalite.checkpoint.reading import Found, inspect
-from megalite.config.durable_files import open_to_append, sync_folder, write_atomically
-from megalite.config.own_files import LOCK, OWN, RUN, run_dir_problems
+from megalite.config.durable_files import (
+    LOCK,
+    OWN,
+    RUN,
+    open_to_append,
+    run_dir_problems,
+    sync_folder,
+    write_atomically,
+)
 from megalite.config.settings import leaves, yaml_value
-from megalite.config.user_files import as_record, read_bytes, read_json, read_object
+from megalite.config.user_files import as_record, read_bytes, read_object
 from megalite.errors.problems import Problem, UserError, refuse
 from megalite.errors.words import plain
 from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
@@ -237,7 +244,7 @@ def examine(path: Path, resume: str, config: Mapping[str, Any], fingerprint: str
     refuse([*run_dir_problems(str(path), path)])
     run, checkpoints = None, [checkpoint for _, checkpoint in committed(path / CHECKPOINTS)]
     if (path / RUN).exists():
-        run = as_record(_Identity, read_json(path / RUN), path / RUN)
+        run = as_record(_Identity, read_object(path / RUN), path / RUN)
     if resume == "never" and (run is not None or checkpoints):
         rule = "the folder holds a run already, and resume=never was asked for"
         raise UserError(Problem("run_dir", str(path), rule, "set another run_dir, or resume=auto to continue that run"))

@@ -1,11 +1,9 @@
 """What all commands but training have in common: options, overrides, what is shown, and how a refusal ends them."""
 
 import argparse
-import os
+import inspect
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +13,8 @@ from megalite.errors.problems import REFUSED, UserError, collect, open_closed_st
 from megalite.observe.screens import print_lines
 from megalite.plan.picture import Picture, picture_problems, save_picture
 
-SILENCE_S = 8.0  # the longest time without a word
+ONE_OF = {"--world-size", "--dp"}
+OVERRIDES = "OVERRIDES are those of pretrain_gpt.py (docs/configuration.md)."
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
 
@@ -30,35 +29,38 @@ class Shown(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A function of its options and overrides, as a program. The docstring of its module is its help."""
+    """A function of its options and overrides, as a program. Its docstring, or that of its module, is the help. The
+    options in `ONE_OF` exclude each other."""
 
     function: Callable[[argparse.Namespace, list[str]], Shown]
     options: tuple[Option, ...]
 
     def parse(self, arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
         """The options, and the words that are none: overrides."""
-        about, kind = sys.modules[self.function.__module__].__doc__, argparse.RawDescriptionHelpFormatter
-        parser = parser_of(description=about, formatter_class=kind, allow_abbrev=False)
+        about = inspect.getdoc(self.function) or sys.modules[self.function.__module__].__doc__
+        kind, end = argparse.RawDescriptionHelpFormatter, f"{OVERRIDES} Exit status 2: refused."
+        parser = parser_of(description=about, epilog=end, formatter_class=kind, allow_abbrev=False)
+        has_both = {names[0] for names, _ in self.options} >= ONE_OF
+        one_of = parser.add_mutually_exclusive_group() if has_both else parser
         for names, settings in self.options:
-            parser.add_argument(*names, **settings)
+            (one_of if names[0] in ONE_OF else parser).add_argument(*names, **settings)
         parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} [OVERRIDES ...]"
         return parser.parse_known_args(arguments)
 
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
         """The exit status. All that is wrong is printed as one refusal, and nothing else is."""
         open_closed_streams()
-        name = self.function.__module__.rpartition(".")[2]
+        name = self.function.__name__
         try:
             options, overrides = self.parse(arguments)
             picture: Path | None = getattr(options, "picture", None)
             problems = picture_problems(picture, name) if picture else []
-            with _never_silent():
-                shown = collect(lambda: self.function(options, overrides), problems) or Shown()
-                refuse(problems)
-                if picture and shown.draw:
-                    save_picture(shown.draw, picture, name)
-                lines = iter(shown.lines)
-                first = [*islice(lines, 1)]
+            shown = collect(lambda: self.function(options, overrides), problems) or Shown()
+            refuse(problems)
+            if picture and shown.draw:
+                save_picture(shown.draw, picture, name)
+            lines = iter(shown.lines)
+            first = [*islice(lines, 1)]  # a refusal comes before anything is printed
             print_lines(chain(first, lines))
         except UserError as error:
             to_stderr(str(error))
@@ -66,23 +68,6 @@ class Command(NamedTuple):
         except KeyboardInterrupt:
             return 130
         return shown.status
-
-
-@contextmanager
-def _never_silent() -> Iterator[None]:
-    """A line on stderr now and then, until the command has something to show."""
-    over = threading.Event()
-
-    def tell() -> None:
-        while not over.wait(SILENCE_S):
-            with suppress(OSError):  # without Python's lock of stderr, which a process that is forked now would keep
-                os.write(2, b"megalite: at work\n")
-
-    threading.Thread(target=tell, daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
 
 
 def command(*options: Option) -> Callable[[Callable[[argparse.Namespace, list[str]], Shown]], Command]:
@@ -97,7 +82,5 @@ def option(*names: str, **settings: Any) -> Option:
 
 COUNT: dict[str, Any] = {"type": number_from(1), "metavar": "N"}
 RANKS: dict[str, Any] = {"type": number_from(1, 2**20), "metavar": "N"}
-MODEL = option("model", type=Path, metavar="MODEL", help="a run folder, or a folder of a transformers model")
-STEP = option("--step", type=number_from(0), metavar="N", help="of a run's checkpoint (default: the newest)")
 WORLD_SIZE = option("--world-size", **RANKS, help="ranks of your job; data parallelism is the rest")
 PICTURE = option("--picture", type=Path, metavar="FILE", help="also draw it, to an .svg file")

@@ -1,29 +1,29 @@
-"""`megalite COMMAND ...`: finds the command's module and gives it the other words. No other command is imported."""
+"""`megalite COMMAND ...`: finds the command's function and gives it the other words. No other command is imported."""
 
-import importlib
 import sys
+from importlib import import_module
 
 from megalite import __version__
 from megalite.errors.problems import REFUSED, Problem, UserError, to_stderr
 
-COMMANDS = {  # name: the module whose `main` it is, and what it does
-    "train": ("train", "train a GPT; `torchrun ... -m megalite train ...` for several ranks"),
-    "prepare": ("prepare", "text to token files; check token files"),
-    "evaluate": ("evaluate", "loss, perplexity and bits per byte of a model"),
-    "generate": ("generate", "text from a model"),
-    "export": ("export", "a run as a folder that transformers loads"),
-    "report": ("report", "draw the report of a run, or compare several"),
-    "verify": ("verify", "whether a layout trains like one process"),
-    "preflight": ("preflight", "measure the nodes of a job, and name those that are slow or wrong"),
-    "plan ranks": ("ranks", "who talks to whom in a layout"),
-    "plan schedule": ("schedule", "who computes which microbatch when in a pipeline"),
-    "plan sequence": ("sequence", "who holds which part of a sequence, and computes which scores when"),
-    "plan buffers": ("buffers", "which gradient bucket holds what, and who owns it"),
+COMMANDS = {  # name: its module, its function there, and what it does
+    "train": ("train", "main_to_the_end", "train a GPT; `torchrun ... -m megalite train ...` for several ranks"),
+    "prepare": ("prepare", "main", "text to token files; check token files"),
+    "evaluate": ("models", "evaluate", "loss, perplexity and bits per byte of a model"),
+    "generate": ("models", "generate", "text from a model"),
+    "export": ("models", "export", "a run as a folder that transformers loads"),
+    "report": ("models", "report", "draw the report of a run, or compare several"),
+    "verify": ("verify", "main", "whether a layout trains like one process"),
+    "preflight": ("preflight", "main", "measure the nodes of a job, and name those that are slow or wrong"),
+    "plan ranks": ("plan", "ranks", "who talks to whom in a layout"),
+    "plan schedule": ("plan", "schedule", "who computes which microbatch when in a pipeline"),
+    "plan buffers": ("plan", "buffers", "which gradient bucket holds what, and who owns it"),
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    words = sys.argv[1:] if arguments is None else arguments
+def main() -> int:
+    """The exit status of the command that sys.argv names."""
+    words = sys.argv[1:]
     if words[:1] == ["--version"]:
         print(f"megalite {__version__}")
         return 0
@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     if f"plan {name}" in COMMANDS:  # `megalite schedule` is `megalite plan schedule`
         name = f"plan {name}"
     if name in ("", "plan") or name.endswith(("-h", "--help")):
-        listed = "\n".join(f"  {name:<14} {does}" for name, (_, does) in COMMANDS.items())
+        listed = "\n".join(f"  {name:<14} {does}" for name, (*_, does) in COMMANDS.items())
         print(f"usage: megalite COMMAND ...\n\n{listed}\n\nmegalite COMMAND --help says more.")
         return 0
     if name not in COMMANDS:
@@ -40,6 +40,6 @@ def main(arguments: list[str] | None = None) -> int:
         return REFUSED
     # What starts a training again is written to its run, in a form that torchrun takes as well.
     sys.argv = [*(["-m", "megalite", "train"] if name == "train" else [f"megalite {name}"]), *rest]
-    module = importlib.import_module(f"megalite.commands.{COMMANDS[name][0]}")
-    status: int = (module.main_to_the_end if name == "train" else module.main)(rest)
+    module, function, _ = COMMANDS[name]
+    status: int = getattr(import_module(f"megalite.commands.{module}"), function)(rest)
     return status

@@ -1,8 +1,7 @@
 """Measures the nodes of a job before it trains, and names those that are slow or wrong.
 
 srun --ntasks-per-node 8 python -m megalite preflight --folder /scratch/runs
-torchrun --nnodes 4 --nproc-per-node 8 ... -m megalite preflight
-srun --ntasks-per-node 8 python -m megalite preflight --keep 4
+torchrun --nnodes 4 --nproc-per-node 8 ... -m megalite preflight --keep 4
 
 Each node multiplies matrices, copies memory, writes to the folder of checkpoints, and exchanges data inside and with
 its neighbours; each is compared with the median, its versions with those of most. --keep prints the names of the best N

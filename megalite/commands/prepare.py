@@ -1,4 +1,4 @@
-"""Text to token files, and a check of token files: a command over megalite.prepare.
+"""Text to token files, and a check of token files.
 
 python -m megalite prepare data=text data.path='books/*.txt' --output tokens/books
 python -m megalite prepare data=hf data.path=org/name tokenizer=./my-tokenizer --output tokens/name
@@ -22,12 +22,11 @@ from megalite.config.settings import unusable
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse, to_stderr
 from megalite.observe.terminal import Terminal
 
-READ_TO_VERIFY = ("data", "data.path", "model.vocab_size")
-READ_TO_PREPARE = (
-    *("data", "tokenizer"),
-    *(f"data.{name}" for name in ("path", "subset", "split", "streaming", "text_column")),
-    *(f"data.{name}" for name in ("bpe_vocab_size", "cache_dir", "workers")),
-)
+PREPARED = ("path", "subset", "split", "streaming", "text_column", "bpe_vocab_size", "cache_dir", "workers")
+READ = {  # whether token files are verified: what is read for it
+    True: ("--verify", ("data", "data.path", "model.vocab_size")),
+    False: ("preparing data", ("data", "tokenizer", *(f"data.{name}" for name in PREPARED))),
+}
 path_override = partial(typed, "data.path")
 
 
@@ -36,31 +35,26 @@ path_override = partial(typed, "data.path")
     option("--verify", action="store_true", help="scan whole token files instead of making one"),
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
-    config = read(options.output, overrides, verify=options.verify)
-    terminal = Terminal(sys.stderr)
-    try:
-        return Shown([*(scan(config, terminal) if options.verify else make(config, options.output, terminal))])
-    except KeyboardInterrupt:
-        to_stderr("stopped; the same command continues where it was")
-        raise
-
-
-def read(output: Path | None, overrides: list[str], *, verify: bool) -> Config:
-    """The config; UserError with all that contradicts itself."""
+    output, verify, problems = options.output, options.verify, list[Problem]()
     if verify == (output is not None):
         hint = "--output PREFIX, or --verify"
         raise UserError(Problem("--output", NO_VALUE, "either that or --verify is needed", hint))
-    problems = [problem] if output and (problem := unusable("--output", output)) else []
+    if output and (problem := unusable("--output", output)):
+        problems.append(problem)
     if output and output.name in ("", ".."):
         problems.append(Problem("--output", str(output), "is a folder: it names no file", "--output tokens/corpus"))
-    doer, reads = ("--verify", READ_TO_VERIFY) if verify else ("preparing data", READ_TO_PREPARE)
-    config = collect(lambda: load_part(overrides, doer, reads), problems) or Config()
+    config = collect(lambda: load_part(overrides, *READ[verify]), problems) or Config()
     if not problems and verify != (config.data.source == "tokens"):
         hint = "data=tokens data.path=PREFIX" if verify else "data=text, data=hf or data=stdlib"
         rule = "token files are prepared already, and --verify is for them"
         problems.append(Problem("data", config.data.source, rule, hint))
     refuse(problems)
-    return config
+    terminal = Terminal(sys.stderr)
+    try:
+        return Shown([*(check(config, terminal) if verify else make(config, output, terminal))])
+    except KeyboardInterrupt:
+        to_stderr("stopped; the same command continues where it was")
+        raise
 
 
 def make(config: Config, output: Path, terminal: Terminal) -> Iterator[str]:
@@ -87,7 +81,7 @@ def make(config: Config, output: Path, terminal: Terminal) -> Iterator[str]:
     yield f"train on it: python pretrain_gpt.py data=tokens {path_override(str(output))}"
 
 
-def scan(config: Config, terminal: Terminal) -> Iterator[str]:
+def check(config: Config, terminal: Terminal) -> Iterator[str]:
     """Scan token files; say what they hold."""
     from megalite.data.open import paths_of
     from megalite.data.token_file import verify

@@ -1,15 +1,12 @@
 """`--multirun`: one training per point of a Hydra sweep, each a process (or torchrun) of its own.
 
-Hydra's sweepers choose the points and its launchers place them, as they are; what they call, here or on another
-machine, is `train_point`. Every point has its own run folder, named by what defines the training, so the same command
-continues all of them. Hydra's folder of the sweep gets a record per point and, at the end, a comparison of all.
-
-A file in that folder says that the sweep is to stop: what trains is asked to, as a scheduler asks, and what waits
-does not start. Nothing that goes wrong with one point is raised, so the others go on.
+Hydra's sweepers choose the points and its launchers place them; what they call, here or on another machine, is
+`train_point`. Hydra's folder of the sweep gets a record per point and, at the end, a comparison of all. A file in that
+folder says that the sweep is to stop: what trains is asked to, and what waits does not start. Nothing that goes wrong
+with one point is raised, so the others go on.
 Exit status: 0 all points trained or stopped on request, 1 some failed, 2 refused before anything started.
 """
 
-import itertools
 import json
 import math
 import os
@@ -17,12 +14,14 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import islice, product
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.hydra_config import HydraConfig
@@ -32,12 +31,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from megalite.config.arguments import sources
+from megalite.config import durable_files as files
+from megalite.config.arguments import flags
 from megalite.config.compose import load_config, names_of
-from megalite.config.durable_files import open_to_append, private_files, write_atomically
 from megalite.config.hydra_files import PACKAGE, files_of, hydra_loader, in_one_line, run_hydra
 from megalite.config.overrides import as_override
-from megalite.config.own_files import COMPARISON, POINT, STOP, SWEEP, output_problems
 from megalite.config.schema import Config
 from megalite.config.user_files import read_object, refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse, to_stderr
@@ -56,44 +54,43 @@ def sweep(arguments: Namespace) -> int:
     if (ranks := read_environment(os.environ).world_size) > 1:
         hint = "start it without torchrun or srun; sweep.nproc_per_node=N gives every point N ranks"
         raise UserError(Problem("--multirun", NO_VALUE, f"is started once, not on each of {ranks} ranks", hint))
-    folder, words = _checked(arguments), arguments.overrides
-    swept = names_of([word for word in words if _is_swept(word)])
+    words = arguments.overrides
+    parse, several = OverridesParser.create().parse_override, list[str]()
+    for word in words:
+        with suppress(HydraException):  # which the check tells
+            several += [word] if parse(word).is_sweep_override() else []
+    folder, swept = _checked(arguments, [word for word in words if word not in several]), names_of(several)
     own = [f"hydra.sweep.dir={as_override(str(folder))}"]
     if 0 < len(swept) <= MOST_NAMED and "hydra.sweep.subdir" not in names_of(words):
-        fixed = ",".join(sorted(names_of(words) - swept))  # a folder is named by the settings that are swept
         own += ["hydra.sweep.subdir=${hydra.job.override_dirname}"]
-        own += [f"hydra.job.config.override_dirname.exclude_keys=[{fixed}]"]
-    train = partial(train_point, flags=sources(arguments))
-    with private_files(), _stop_file(folder):
+        own += [f"hydra.job.config.override_dirname.exclude_keys=[{','.join(sorted(names_of(words) - swept))}]"]
+    train = partial(train_point, flags=flags(arguments))
+    with files.private_files(), _stop_file(folder):
         return max(run_hydra([*words, *own, "--multirun"], train, arguments), _report(folder))
 
 
-def _checked(arguments: Namespace) -> Path:
+def _checked(arguments: Namespace, fixed: list[str]) -> Path:
     """Hydra's folder of this sweep; UserError for what some point would be refused, and two points in one folder."""
-    files = files_of(arguments)
-    loader, fixed = hydra_loader(files), [word for word in arguments.overrides if not _is_swept(word)]
+    chosen = files_of(arguments)
+    loader = hydra_loader(chosen)
     try:
-        found = loader.load_configuration(files.name, fixed, run_mode=RunMode.MULTIRUN)
+        found = loader.load_configuration(chosen.name, fixed, run_mode=RunMode.MULTIRUN)
         basic = found.hydra.sweeper._target_.endswith(".BasicSweeper")  # whose points are known beforehand
         points = points_of(arguments.overrides, loader) if basic else [fixed]
     except (HydraException, OmegaConfBaseException) as error:
-        _load(arguments, fixed, 1)  # says it better, where it is a setting
+        _load(arguments, 1, fixed)  # says it better, where it is a setting
         hint = "name one of these, or install its package (docs/sweeps.md)"
         raise UserError(Problem("--multirun", NO_VALUE, in_one_line(error), hint)) from error
-    problems, taken = list[Problem](), dict[str, int]()
-    for number, point in enumerate(points):
-        refused = list[Problem]()
-        if config := collect(partial(_load, arguments, point, _ranks(found)), refused):
-            if not basic and config.train.eval_interval == 0:
-                rule, hint = "without evaluations there is no validation loss to choose by", "train.eval_interval=100"
-                refused.append(Problem("train.eval_interval", 0, rule, hint))
-            if (first := taken.setdefault(str(config.run_dir), number)) != number:
-                rule = f"points {first} and {number} would train in the same folder"
-                hint = (
-                    "sweep what defines the training, or name folders by what differs: run_dir='runs/s${train.steps}'"
-                )
-                refused.append(Problem("run_dir", config.run_dir, rule, hint))
-        problems += [each for each in refused if each not in problems]
+    problems = list[Problem]()
+    configs = [collect(partial(_load, arguments, _ranks(found), point), problems) for point in points]
+    problems = [each for at, each in enumerate(problems) if each not in problems[:at]]
+    counted = Counter(config.run_dir for config in configs if config)
+    hint = "sweep what defines the training, or name folders by what differs: run_dir='runs/s${train.steps}'"
+    rule = "several points would train in the same folder"
+    problems += [Problem("run_dir", place, rule, hint) for place, count in counted.items() if count > 1]
+    if not basic and configs[0] and configs[0].train.eval_interval == 0:
+        rule, hint = "without evaluations there is no validation loss to choose by", "train.eval_interval=100"
+        problems.append(Problem("train.eval_interval", 0, rule, hint))
     refuse(problems)
     return Path(found.hydra.sweep.dir).absolute()
 
@@ -103,23 +100,17 @@ def points_of(words: Sequence[str], loader: ConfigLoader | None = None) -> list[
     choices = []
     for override in OverridesParser.create(loader).parse_overrides([*words]):
         found = override.sweep_string_iterator() if override.is_sweep_override() else []
-        values = itertools.islice(found, MOST_POINTS + 1)  # a range may have billions
+        values = islice(found, MOST_POINTS + 1)  # a range may have billions
         choices.append([f"{override.get_key_element()}={value}" for value in values] or [override.input_line or ""])
     if math.prod(map(len, choices)) > MOST_POINTS:
         rule, hint = f"a grid of more than {MOST_POINTS:,} points", "fewer values, or a sweeper that chooses"
         raise UserError(Problem("--multirun", NO_VALUE, rule, hint))
-    return [list(point) for point in itertools.product(*choices)]
+    return [list(point) for point in product(*choices)]
 
 
-def _is_swept(word: str) -> bool:
-    with suppress(HydraException):
-        return OverridesParser.create().parse_override(word).is_sweep_override()
-    return False
-
-
-def _load(arguments: Namespace, words: Sequence[str], ranks: int) -> Config:
+def _load(arguments: Namespace, ranks: int, words: Sequence[str]) -> Config:
     """The config of a point, which Hydra's own settings do not concern."""
-    return load_config([*sources(arguments), *(word for word in words if "hydra" not in word.partition("=")[0])], ranks)
+    return load_config([*flags(arguments), *(word for word in words if "hydra" not in word.partition("=")[0])], ranks)
 
 
 def _ranks(config: DictConfig) -> int:
@@ -130,9 +121,9 @@ def _ranks(config: DictConfig) -> int:
 
 @contextmanager
 def _stop_file(folder: Path) -> Iterator[None]:
-    """Meanwhile a signal that asks to stop only writes a byte to a file in the folder of the sweep: each point sees it,
-    wherever it runs. What an earlier sweep has left there goes; UserError where others have files of these names."""
-    stop = folder / STOP.usual
+    """Meanwhile a signal that asks to stop only writes a byte to a file, which each point sees wherever it runs. What
+    an earlier sweep has left in the folder goes; UserError where others have files of these names."""
+    stop = folder / files.STOP.usual
 
     def ask(number: int, frame: FrameType | None) -> None:
         with stop.open("ab") as file:
@@ -140,9 +131,9 @@ def _stop_file(folder: Path) -> Iterator[None]:
 
     with refusing(folder, "another hydra.sweep.dir"):
         folder.mkdir(parents=True, exist_ok=True)
-        left = {stop: STOP, **dict.fromkeys(folder.rglob(POINT.usual), POINT)}
-        places = left | {folder / kind.usual: kind for kind in (COMPARISON, SWEEP)}
-        refuse([each for path, kind in places.items() for each in output_problems("hydra.sweep.dir", path, kind)])
+        left = {stop: files.STOP, **dict.fromkeys(folder.rglob(files.POINT.usual), files.POINT)}
+        places = left | {folder / kind.usual: kind for kind in (files.COMPARISON, files.SWEEP)}
+        refuse([each for path, kind in places.items() for each in files.output_problems("hydra.sweep.dir", path, kind)])
         for path in left:
             path.unlink(missing_ok=True)
     before = {number: signal.signal(number, ask) for number in STOP_SIGNALS}
@@ -155,16 +146,18 @@ def _stop_file(folder: Path) -> Iterator[None]:
 
 def _report(folder: Path) -> int:
     """Says what became of the points and draws a page that compares them; the exit status."""
-    paths = sorted(folder.rglob(POINT.usual), key=lambda path: (len(str(path)), path))
-    records = {str(path.parent.relative_to(folder)): read_object(path) for path in paths}
-    for name, record in records.items():
+    lines, trained, found = list[str](), list[Path](), set[str]()
+    for path in sorted(folder.rglob(files.POINT.usual), key=lambda path: (len(str(path)), path)):
+        record = read_object(path)
         loss = "" if record["val_loss"] is None else f", validation loss {record['val_loss']:.4f}"
-        print_lines([f"{name}: {record['status']}{loss}; {record['run_dir']}"])
-    runs = [Path(record["run_dir"]) for record in records.values() if record["run_dir"]]
-    if trained := [run for run in runs if (run / "metrics.jsonl").is_file()]:
-        print_lines([f"comparison: {write_report(trained, folder / COMPARISON.usual, COMPARISON)}"])
-    found = {record["status"] for record in records.values()}
-    print_lines(["stopped; the same command continues"] if "stopped" in found else [])
+        lines.append(f"{path.parent.relative_to(folder)}: {record['status']}{loss}; {record['run_dir']}")
+        found.add(record["status"])
+        if record["run_dir"] and Path(record["run_dir"], "metrics.jsonl").is_file():
+            trained.append(Path(record["run_dir"]))
+    lines += (
+        [f"comparison: {write_report(trained, folder / files.COMPARISON.usual, files.COMPARISON)}"] if trained else []
+    )
+    print_lines([*lines, *(["stopped; the same command continues"] if "stopped" in found else [])])
     return int("failed" in found)
 
 
@@ -172,27 +165,28 @@ def train_point(config: DictConfig, flags: Sequence[str]) -> float:
     """Train what Hydra composed by these flags; the final validation loss, NaN where there is none."""
     hydra = HydraConfig.get()
     words, ranks = [*flags, *hydra.overrides.task], _ranks(config)
-    folder, stop = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd, hydra.sweep.dir, STOP.usual)
+    folder, stop = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd, hydra.sweep.dir, files.STOP.usual)
     alone = hydra.runtime.choices["hydra/launcher"] == "basic"  # else several points write at once
     launcher = PACKAGE.parent / "pretrain_gpt.py"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     program = [sys.executable, *torchrun, *([str(launcher)] if launcher.is_file() else ["-m", "megalite", "train"])]
-    record: dict[str, Any] = {"words": [*hydra.overrides.task], "run_dir": "", "status": "stopped", "val_loss": None}
-    with private_files():
+    run_dir, status, loss = "", "stopped", None
+    with files.private_files():
         try:
-            record["run_dir"] = str(load_config(words, ranks).run_dir)
+            run_dir = str(load_config(words, ranks).run_dir)
             if not stop.exists():
-                with open(os.devnull, "a") if alone else open_to_append(folder / "output.log") as log:
+                with open(os.devnull, "a") if alone else files.open_to_append(folder / "output.log") as log:
                     failed = run_process([*program, *words], None if alone else log, stop)
-                record["status"] = "stopped" if stop.exists() else "failed" if failed else "trained"
-            if record["status"] == "trained":
-                lines = read_metrics(Path(record["run_dir"], "metrics.jsonl"))
-                record["val_loss"] = next((line["val_loss"] for line in lines[::-1] if "val_loss" in line), None)
+                status = "stopped" if stop.exists() else "failed" if failed else "trained"
+            if status == "trained":
+                lines = read_metrics(Path(run_dir, "metrics.jsonl"))
+                loss = next((line["val_loss"] for line in lines[::-1] if "val_loss" in line), None)
         except UserError as error:
             to_stderr(str(error))
-            record["status"] = "failed"
-        write_atomically(folder / POINT.usual, json.dumps(record).encode(), POINT)
-    return math.nan if record["val_loss"] is None else float(record["val_loss"])
+            status = "failed"
+        record = {"words": [*hydra.overrides.task], "run_dir": run_dir, "status": status, "val_loss": loss}
+        files.write_atomically(folder / files.POINT.usual, json.dumps(record).encode(), files.POINT)
+    return math.nan if loss is None else float(loss)
 
 
 def run_process(command: list[str], output: IO[str] | None, stop: Path) -> int:
@@ -201,12 +195,12 @@ def run_process(command: list[str], output: IO[str] | None, stop: Path) -> int:
         with suppress(ValueError):  # not its main thread, where signals do not come
             signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
-    asked = False
-    while True:
+    while not stop.exists():
         with suppress(subprocess.TimeoutExpired):
             return child.wait(0.3)
-        if stop.exists() and not asked:  # once: torchrun gives its ranks up at the second signal
-            child.terminate()
-            asked = True
-        if asked and stop.stat().st_size >= PATIENCE:  # a dot for each signal: from now on nobody waits
-            os.killpg(child.pid, signal.SIGKILL)
+    child.terminate()  # once: torchrun gives its ranks up at the second signal
+    while stop.stat().st_size < PATIENCE:  # a dot for each signal: from then on nobody waits
+        with suppress(subprocess.TimeoutExpired):
+            return child.wait(0.3)
+    os.killpg(child.pid, signal.SIGKILL)
+    return child.wait()

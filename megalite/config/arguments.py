@@ -13,7 +13,6 @@ from typing import Any, NoReturn
 
 import hydra
 
-from megalite.config.secrecy import secret_name
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 
 SHOWING = ("cfg", "info", "shell_completion", "help", "hydra_help")  # flags that ask Hydra to show something
@@ -22,7 +21,7 @@ FOLDERS = ("config_path", "config_dir")  # instead of conf/, beside it
 MOST = 2**63 - 1  # the largest number that an option takes
 
 
-class Once(argparse._StoreAction):
+class Once(argparse.Action):
     """An option with one value. Where it is given twice, the last would take the place of the first without a word."""
 
     given = False
@@ -30,7 +29,7 @@ class Once(argparse._StoreAction):
     def __call__(self, parser: Any, namespace: Namespace, values: Any, option_string: str | None = None) -> None:
         if self.given and self.option_strings:
             _refuse("is given twice", option_string or self.option_strings[0], "give it once", values)
-        super().__call__(parser, namespace, values, option_string)
+        setattr(namespace, self.dest, values)
         self.given = True
 
 
@@ -73,8 +72,7 @@ def read_arguments(argv: Sequence[str]) -> Namespace:
     parser.add_argument("overrides", nargs="*")
     arguments, others = parser.parse_known_args(argv)
     words = [*arguments.overrides, *others]
-    if any(secret_name(word.partition("=")[0]) for word in others):
-        # `--api-key VALUE`: the bare word is the flag's value, and must not be repeated in another message.
+    if others:  # `--api-key VALUE`: the bare word may be a secret, and must not be repeated in another message
         words = [word for word in words if "=" in word or word.startswith("-")]
     # A + means something to Hydra's own settings alone.
     arguments.overrides = [word if word.lstrip("+").startswith("hydra") else word.lstrip("+") for word in words]
@@ -86,15 +84,11 @@ def read_arguments(argv: Sequence[str]) -> Namespace:
     return arguments
 
 
-def flags(arguments: Namespace, names: Sequence[str]) -> list[str]:
-    """The flags of these names as they are typed, those that were not given left out."""
+def flags(arguments: Namespace, names: Sequence[str] = ("config_name", *FOLDERS)) -> list[str]:
+    """The flags of these names as they are typed, those that were not given left out. Without names: all that lead
+    another process to the same config files."""
     given = {_flag(name): getattr(arguments, name) for name in names}
     return [word for flag, value in given.items() if value for word in ([flag] if value is True else [flag, value])]
-
-
-def sources(arguments: Namespace) -> list[str]:
-    """The flags that lead another process to the same config files."""
-    return flags(arguments, ("config_name", *FOLDERS))
 
 
 def shown(arguments: Namespace) -> list[str]:

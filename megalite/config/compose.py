@@ -1,15 +1,14 @@
 """From a command line to a checked config: every mistake is found, and all are in one UserError.
 
-The files that are chosen are composed, then the settings of the command are set one by one, and what the command leaves
-open comes from the folder that it names: of the run that it continues, of the weights that it starts from, or of a
-recipe. The rules judge the result. Imports neither torch nor any data library. Nothing is written.
+What the command leaves open comes from the folder that it names (of the run that it continues, of start weights, or of
+a recipe), else from the files that it chooses. Imports neither torch nor any data library.
 """
 
 import io
 import os
 import re
 from argparse import Namespace
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -26,30 +24,18 @@ from megalite.config.arguments import read_arguments, shown
 from megalite.config.derive import derive
 from megalite.config.hydra_files import composed, files_of, in_one_line, run_hydra
 from megalite.config.model_folder import holds_tokenizer, imported_model_settings
-from megalite.config.overrides import as_override, assignments, choices_of, nearest_setting, read_override, unknown
+from megalite.config.overrides import as_override, nearest_setting, read_override, unknown
 from megalite.config.rules import check, unused
 from megalite.config.schema import Config
-from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_value
-from megalite.config.settings import (
-    DERIVED,
-    EXPERIMENT,
-    GROUPS,
-    SETTINGS,
-    bounds,
-    leaves,
-    nested,
-    value_of,
-    with_values,
-    yaml_value,
-)
+from megalite.config.secrecy import secret_name, secret_problem, secret_value
+from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, bounds, leaves, nested, with_values
 from megalite.config.user_files import absolute, read_yaml, refusing
-from megalite.errors.problems import NO_VALUE, Problem, UserError, collect
+from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse
 
 OF_ONE_START = ("run_dir", "resume", "launch.preflight", "launch.status_file", "train.max_minutes")
 _VARIABLE = re.compile(r"oc\.env\s*:\s*['\"]?([^,}\s'\"]+)")
 
 Values = Mapping[str, Any]  # by the names of settings
-Source = Callable[[Values, Collection[str]], dict[str, Any]]  # what a folder says where the command says nothing
 Reading = tuple[Config, list[Problem], set[str], list[str]]
 
 
@@ -57,9 +43,7 @@ def load_config(argv: Sequence[str], world_size: int, unread: Collection[str] = 
     """The derived, checked config of a command line, or a UserError with every problem in it, but for those that rules
     find with settings that are `unread`."""
     config, problems, doubtful, _ = _read(read_arguments(argv))
-    problems += check(config, world_size, doubtful | set(unread))
-    if problems:
-        raise UserError(problems)
+    refuse([*problems, *check(config, world_size, doubtful | set(unread))])
     return derive(replace(config, told=(*config.told, *unused(config))), world_size)
 
 
@@ -76,23 +60,17 @@ def load_part(words: Sequence[str], doer: str, reads: Sequence[str]) -> Config:
     hint = f"what it reads: {', '.join(f'{one}=NAME' if one in GROUPS else one for one in reads)}"
     strange = sorted(names_of(words) & known - read)
     problems = [Problem(name, NO_VALUE, f"{doer} does not read it", hint) for name in strange]
-    config = collect(lambda: load_config(words, 1, SETTINGS.keys() - read), problems)
-    if problems or config is None:
-        raise UserError(problems)
-    return config
+    config = collect(partial(load_config, words, 1, SETTINGS.keys() - read), problems)
+    refuse(problems)
+    return config or Config()
 
 
 def load_values(words: Sequence[str], reads: Sequence[str]) -> Config:
-    """The defaults with the overrides' values of the settings in `reads`, each checked on its own.
-
-    The words may be those of a training command: other settings must exist, and their values are left out. No rule that
-    joins settings is asked, so the command asks those that concern it. Raises UserError.
-    """
+    """The defaults with the values that overrides give the settings in `reads`, each checked on its own: no rule that
+    joins settings is asked. Other settings must exist, and their values are left out."""
     found, problems, doubtful, _ = _read(read_arguments(words))
-    config = with_values(Config(), {name: value_of(found, name) for name in reads})
-    problems += [problem for problem in bounds(config) if problem.setting not in doubtful]
-    if problems:
-        raise UserError(problems)
+    config = with_values(found, {name: setting.default for name, setting in SETTINGS.items() if name not in reads})
+    refuse([*problems, *(problem for problem in bounds(config) if problem.setting not in doubtful)])
     return config
 
 
@@ -101,8 +79,7 @@ def show_information(arguments: Namespace) -> int:
     given: list[str] = []
     if not arguments.shell_completion:  # which has words of its own
         _, problems, _, given = _read(arguments)
-        if problems:
-            raise UserError(problems)
+        refuse(problems)
     output = io.StringIO()
     with redirect_stdout(output):
         status = run_hydra([*given, *arguments.overrides, *shown(arguments)], lambda config: None, arguments)
@@ -117,88 +94,68 @@ def _read(arguments: Namespace) -> Reading:
     problems, files = list[Problem](), files_of(arguments)
     setup_globals()  # ${now:...}
     read = (collect(partial(read_override, text, files), problems) for text in arguments.overrides)
-    overrides = [override for override in read if override is not None]
-    choosing = [override for override in overrides if choices_of(override, files)]
-    choices = {each.get_key_element(): str(each.value()) for each in choosing}
-    found = collect(partial(composed, files, choices), problems)
+    overrides = [each for each in read if each is not None]
+    found = collect(partial(composed, files, {one.group: one.choice for one in overrides if one.choice}), problems)
+    command = {name: value for each in overrides for name, value in each.values.items()}
+    names = {name for each in overrides for name in each.names}
     by_files = {name: (found or {}).get(name, setting.default) for name, setting in SETTINGS.items()}
-    setting_ones = [override for override in overrides if override not in choosing]
-    by_command = {name: value for each in setting_ones for name, value in assignments(each).items()}
-    named = {name for override in overrides for name in _settings_named(override)}
-    if by_files["tokenizer"] == SETTINGS["tokenizer"].default and "tokenizer" not in by_command:
-        named.discard("tokenizer")  # a recipe that does not speak of it leaves it to the weights
-    strange = {**(found or {}), **by_command}.items()
-    problems += [unknown(name, value) for name, value in strange if name not in SETTINGS]
-    written = by_files | {name: value for name, value in by_command.items() if name in SETTINGS}
+    if by_files["tokenizer"] == SETTINGS["tokenizer"].default and "tokenizer" not in command:
+        names.discard("tokenizer")  # a recipe that does not speak of it leaves it to the weights
+    problems += [unknown(name, value) for name, value in {**(found or {}), **command}.items() if name not in SETTINGS]
+    written = {name: command.get(name, value) for name, value in by_files.items()}
     departures = tuple(name for name in SETTINGS if written[name] != by_files[name])
     values, wrong = _resolved(written)
-    told, texts = list[str](), list[str]()
-    sources: dict[str, Source] = {}  # a command that names the config takes nothing from elsewhere
+    given = dict[str, list[str]]()
+    sources = {"as before": _of_run, "from the weights": _of_weights}
     if files.recipe is not None:
-        sources = {f"from {files.recipe}": partial(_of_recipe, path=files.recipe)}
-    elif not (arguments.config_name or arguments.config_path):
-        sources = {"as before": _of_run, "from the weights": _of_weights}
+        sources = {f"from {files.recipe}": partial(_of_recipe, files.recipe)}
+    elif arguments.config_name or arguments.config_path:
+        sources = {}  # a command that names the config takes nothing from elsewhere
     for source, values_of in sources.items():
-        given = collect(partial(values_of, values, named), problems) or {}
-        new = {name: value for name, value in given.items() if name not in named and value != values[name]}
+        held = collect(partial(values_of, values, names), problems) or {}
+        new = {name: value for name, value in held.items() if name not in names and value != values[name]}
         if new:
-            words = {name: f"{name}={as_override(value)}" for name, value in new.items()}
-            texts += words.values()
-            told.append(f"{source}: {', '.join(words.values())}")
-            parse = OverridesParser.create().parse_override
-            written |= {name: parse(word).value() for name, word in words.items()}
+            given[source] = [f"{name}={as_override(value)}" for name, value in new.items()]
+            parsed = OverridesParser.create().parse_overrides(given[source])
+            written |= {each.get_key_element(): each.value() for each in parsed}
             values, wrong = _resolved(written)
     problems += wrong
     meant = {nearest_setting(name) or name for name in (problem.setting.lstrip("+~") for problem in problems)}
     doubtful = {*SETTINGS} if found is None or EXPERIMENT in meant else meant
-    config = replace(with_values(Config(), values), told=tuple(told), departures=departures)
-    return config, problems, doubtful, texts
-
-
-def _settings_named(override: Override) -> set[str]:
-    """The settings that an override speaks of: all of a group whose file it chooses, every one for a recipe."""
-    name = override.get_key_element()
-    if name in SETTINGS or isinstance(override.value(), dict):  # {} names none of a group's
-        return {*assignments(override)}
-    return {setting.name for setting in SETTINGS.values() if setting.group == name or name not in GROUPS}
+    told = tuple(f"{source}: {', '.join(words)}" for source, words in given.items())
+    config = replace(with_values(Config(), values), told=told, departures=departures)
+    return config, problems, doubtful, [word for words in given.values() for word in words]
 
 
 def _resolved(written: Values) -> tuple[dict[str, Any], list[Problem]]:
     """All values, with interpolations resolved and types checked; a wrong value becomes a problem and the default."""
-    problems, tree, values = list[Problem](), OmegaConf.create(nested(written)), dict[str, Any]()
-    for name, setting in SETTINGS.items():
-        value = collect(partial(_value, tree, name, written[name]), wrong := list[Problem]())
-        if wrong:
-            OmegaConf.update(tree, name, setting.default, merge=False)  # others may refer to it
-        problems, values[name] = problems + wrong, setting.default if wrong else value
-    return values, problems
+    problems, tree = list[Problem](), OmegaConf.create(nested(written))
+    values = {name: collect(partial(_value, tree, name, written[name]), problems) for name in SETTINGS}
+    return values | {each.setting: SETTINGS[each.setting].default for each in problems}, problems
 
 
 def _value(tree: DictConfig, name: str, written: Any) -> Any:
     """The value of a setting; UserError where it is of another type, refers to what there is not, or is a secret."""
-    setting, hint = SETTINGS[name], f"{name}={yaml_value(SETTINGS[name].default)}"
-    if secret := [one for one in _VARIABLE.findall(str(written)) if "$" in one or secret_name(one)]:
-        rule = f"the environment variable {secret[0]} may hold a secret, and run folders keep the config"
-        raise UserError(Problem(name, written, rule, ADVICE))
+    setting = SETTINGS[name]
+    if any("$" in one or secret_name(one) for one in _VARIABLE.findall(str(written))):
+        raise UserError(secret_problem(name))
     try:
         value = OmegaConf.select(tree, name, throw_on_missing=True)
         if OmegaConf.is_config(value):
             value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
         if secret_value(str(value)):  # it came in by a file or by ${oc.env:NAME}
-            raise UserError(Problem(name, HIDDEN, "looks like a secret, and run folders keep the config", ADVICE))
+            raise UserError(secret_problem(name))
         return setting.typed(value)
     except OmegaConfBaseException as error:
-        raise UserError(Problem(name, written, in_one_line(error), hint)) from error
+        raise UserError(Problem(name, written, in_one_line(error), setting.as_default)) from error
     except (ValueError, OverflowError) as error:  # the latter: 400 digits, and no point among them
-        raise UserError(Problem(name, written, f"must be {setting.type_words}", hint)) from error
+        raise UserError(Problem(name, written, f"must be {setting.type_words}", setting.as_default)) from error
 
 
 def _of_run(values: Values, named: Collection[str]) -> dict[str, Any]:
     """The settings that were given to the run in the folder that the command names; empty where there is no run."""
-    if (path := _run_of(values, named)) is None:
-        return {}
-    saved = _saved(path, "restore it from a copy, or give all settings and another run_dir")
-    return {name: saved[name] for name in SETTINGS if name in saved}
+    path = _run_of(values, named)
+    return {name: value for name, value in (_saved(path) if path else {}).items() if name in SETTINGS}
 
 
 def _run_of(values: Values, named: Collection[str]) -> Path | None:
@@ -210,31 +167,26 @@ def _run_of(values: Values, named: Collection[str]) -> Path | None:
     return path if os.path.lexists(path) and path.with_name("run.json").is_file() else None
 
 
-def _of_recipe(values: Values, named: Collection[str], path: Path) -> dict[str, Any]:
+def _of_recipe(path: Path, values: Values, named: Collection[str]) -> dict[str, Any]:
     """The settings in the config.yaml of a run, for a new run in another folder."""
-    saved = _saved(path, "write it as the run did, or give all settings")
-    if slips := [unknown(name, value) for name, value in saved.items() if name not in SETTINGS]:
-        raise UserError(slips)
+    saved = _saved(path)
+    refuse([unknown(name, value) for name, value in saved.items() if name not in SETTINGS])
     return {name: value for name, value in saved.items() if name != "run_name"}
 
 
-def _saved(path: Path, remedy: str) -> dict[str, Any]:
+def _saved(path: Path) -> dict[str, Any]:
     """The values in a run's config.yaml by name, without those that were derived or concern one start."""
-    saved = read_yaml(path, remedy)
-    with refusing(path, remedy):
-        values = leaves(saved) if isinstance(saved, dict) else {DERIVED: None}
-        derived: Any = values.pop(DERIVED, [])
-        lists = [value for value in (derived, *values.values()) if isinstance(value, list)]
-        if not isinstance(derived, list) or any(isinstance(one, list | dict) for each in lists for one in each):
+    with refusing(path, remedy := "restore it from a copy, or give all settings"):
+        saved = read_yaml(path, remedy)
+        derived = saved.pop(DERIVED, []) if isinstance(saved, dict) else None
+        if not isinstance(derived, list):
             raise ValueError("holds no settings of a run")
-    return {name: value for name, value in values.items() if name not in (*OF_ONE_START, *derived)}
+    return {name: value for name, value in leaves(saved).items() if name not in (*OF_ONE_START, *derived)}
 
 
 def _of_weights(values: Values, named: Collection[str]) -> dict[str, Any]:
-    """The shape of the model in the folder of checkpoint.init_from, and its tokenizer: ids of another mean other words.
-
-    The command may name another tokenizer. A run that goes on keeps its own.
-    """
+    """The shape of the model in the folder of checkpoint.init_from, and its tokenizer (ids of another mean other words)
+    unless the command names one, or a run goes on."""
     place = absolute(values["checkpoint.init_from"] or "")
     if values["checkpoint.init_from"] is None or not os.path.lexists(Path(place, "config.json")):
         return {}  # a rule says what is missing

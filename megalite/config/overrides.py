@@ -5,17 +5,17 @@ Hydra would stop at the first that is wrong. Here each is refused by itself, wit
 
 import re
 import shlex
-from typing import Any
+from typing import Any, NamedTuple
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.hydra_files import Files, in_one_line
-from megalite.config.secrecy import ADVICE, HIDDEN, secret_name, secret_override, secret_value
-from megalite.config.settings import EXPERIMENT, GROUPS, SETTINGS, leaves, outside, yaml_value
+from megalite.config.secrecy import secret_name, secret_override, secret_problem, secret_value
+from megalite.config.settings import EXPERIMENT, GROUPS, SETTINGS, leaves, yaml_value
 from megalite.errors.problems import NO_VALUE, Problem, UserError, shortened
 from megalite.errors.remedies import nearest, similarity
 
@@ -41,111 +41,85 @@ FOREIGN_WORDS = {  # what the same is called in nanoGPT, Megatron-LM and transfo
     "model.moe.ffn_hidden_size": "moe_ffn_hidden_size moe_intermediate_size",
     "model.moe.aux_loss_coeff": "router_aux_loss_coef",
     "precision": "dtype",
-    "run_dir": "out_dir output_dir",
+    "run_dir": "output_dir",
 }
 BY_WORD = {word: name for name, words in FOREIGN_WORDS.items() for word in words.split()}
-LENGTH = "train.steps=N: the length of a run is in steps of train.global_batch_size x train.seq_length tokens"
-INSTEAD = {  # of what there is no setting for
-    **dict.fromkeys(("tokens", "train_tokens", "max_tokens", "num_train_epochs", "epochs"), LENGTH),
-    "_target_": "parts are chosen by name: model=NAME, model.norm=rmsnorm, model.activation=swiglu",
-}
 PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[a-z_./][\w./-]*", re.ASCII | re.IGNORECASE)  # a text everywhere
-QUOTES = "quotes around texts with signs or blanks: 'NAME=\"a=b\"', in a list 'NAME=[\"a b\"]'"
+
+
+class Override(NamedTuple):
+    """What an override says: the file that a group takes, or values of settings, by their names."""
+
+    group: str
+    choice: str | None
+    values: dict[str, Any]
+
+    @property
+    def names(self) -> set[str]:
+        """The settings that the override decides: all of a group whose file it chooses, all there are for a recipe."""
+        if self.choice is None:
+            return {*self.values}
+        return {one.name for one in SETTINGS.values() if one.group == self.group or self.group not in GROUPS}
 
 
 def read_override(text: str, files: Files) -> Override:
-    """The override as Hydra reads it; UserError where it is none, or an unknown choice."""
+    """What the override says to Hydra; UserError where it is none, or an unknown choice."""
     text = text.lstrip("+")
     name, equals, given = text.partition("=")
     if secret_override(text):
-        shown = name if equals and not secret_value(name) else HIDDEN
-        raise UserError(Problem(shown, HIDDEN, "looks like a secret", ADVICE))
-    for wrong, rule, hint in (
-        (name.startswith("-"), "unknown option", f"settings are written name=value: {text.lstrip('-')}; see --help"),
-        (name.startswith("~"), "settings cannot be removed", "give it another value, or null"),
-        (not equals, "not an override: there is no '='", f"write {nearest_setting(name) or 'model'}=VALUE"),
-        (name.startswith(("hydra.", "hydra/")), "has no effect: Hydra only composes", "leave it out, or --multirun"),
-    ):
-        if wrong:
-            raise UserError(Problem(shortened(name), given or NO_VALUE, rule, hint))
+        raise UserError(secret_problem(name if equals and not secret_value(name) else "override"))
+    if not equals or name.startswith(("-", "~", "hydra.", "hydra/")):
+        hint = f"settings are written name=value: {nearest_setting(name.strip('-~')) or 'model'}=VALUE; see --help"
+        raise UserError(Problem(shortened(name), given or NO_VALUE, "is no setting", hint))
     try:
-        override = OverridesParser.create().parse_override(text)
-        if not override.is_sweep_override():
-            OmegaConf.create([override.value()])  # `${` and no end of it
+        parsed = OverridesParser.create().parse_override(text)
+        several = parsed.is_sweep_override()
+        OmegaConf.create([None if several else parsed.value()])  # `${` and no end of it
     except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:  # too many digits or brackets
-        raise UserError(Problem(name, shortened(given), f"cannot be read ({in_one_line(error)})", QUOTES)) from error
-    if override.is_sweep_override():
-        hint = f"for a list {name}=[{given}], for one text quotes around it, for a run per value --multirun"
+        hint = "quotes around texts with signs or blanks: 'NAME=\"a=b\"', in a list 'NAME=[\"a b\"]'"
+        raise UserError(Problem(name, shortened(given), f"cannot be read ({in_one_line(error)})", hint)) from error
+    if several:
+        hint = f"{name}=[{given}] for a list, --multirun for a run per value"
         raise UserError(Problem(name, given, "several values", hint))
-    choices = choices_of(override, files)
-    if choices and override.value() not in choices:
-        raise UserError(_unknown_choice(name, override.value(), choices))
-    return override
+    name, value = parsed.get_key_element(), parsed.value()
+    if isinstance(value, dict) and name not in SETTINGS:  # model={norm: rmsnorm} sets what model.norm=rmsnorm sets
+        return Override(name, None, leaves(value, f"{name}."))
+    if "." in name or not (choices := files.options(name)):
+        return Override(name, None, {name: value})
+    if value not in choices:
+        meant = [f"{one.name}={value}" for one in SETTINGS.values() if one.leaf == name and one.takes(value)]
+        near = nearest(str(value), choices, cutoff=0.3)
+        hint = (meant or [f"{name}={near} is the nearest" if near else f"{name}={choices[0]}"])[0]
+        rule = f"unknown choice: there is no conf/{name}/{value}.yaml"
+        raise UserError(Problem(name, value, rule, f"{hint}; choices: {', '.join(choices)}"))
+    return Override(name, str(value), {})
 
 
-def choices_of(override: Override, files: Files) -> list[str]:
-    """The files of the group from which the override chooses one; empty where it sets a value."""
-    name = override.get_key_element()
-    return [] if "." in name or isinstance(override.value(), dict) else files.options(name)
-
-
-def assignments(override: Override) -> dict[str, Any]:
-    """Names and values: `model={norm: rmsnorm}` sets what `model.norm=rmsnorm` sets."""
-    name, value = override.get_key_element(), override.value()
-    return leaves(value, f"{name}.") if isinstance(value, dict) and name not in SETTINGS else {name: value}
-
-
-def as_override(value: Any, quote: Quote = Quote.single) -> str:
+def as_override(value: Any) -> str:
     """The value as Hydra's command line reads it, so that it comes back as it is."""
     if isinstance(value, list):
         return "[" + ",".join(map(as_override, value)) + "]"
-    if value is None or isinstance(value, bool | int | float):
+    if not isinstance(value, str) or PLAIN.fullmatch(value):
         return yaml_value(value)
-    return QuotedString(str(value).replace("${", "\\${"), quote).with_quotes()
+    return QuotedString(value.replace("${", "\\${"), Quote.double).with_quotes()
 
 
 def typed(name: str, value: Any) -> str:
-    """NAME=VALUE as it is typed in a shell; a text is quoted where Hydra or the shell might read something else."""
-    word = f"{name}={value if isinstance(value, str) else yaml_value(value)}"
-    if not isinstance(value, str) or PLAIN.fullmatch(value):
-        return word
-    return shlex.quote(f"{name}={as_override(value, Quote.double)}")
+    """NAME=VALUE as it is typed in a shell."""
+    return shlex.quote(f"{name}={as_override(value)}")
 
 
 def unknown(name: str, value: Any) -> Problem:
     """The problem with a name that is no setting, and what to write instead."""
     if secret_name(name) or secret_value(str(value)):  # in a file
-        return Problem(name, HIDDEN, "looks like a secret", ADVICE)
+        return secret_problem(name)
     if name in GROUPS:
         return Problem(name, value, "is a group of settings", f"{name}=NAME of a file, or its settings: {name}.NAME")
-    group, near = name.partition(".")[0], nearest_setting(name)
-    inside = [setting.leaf for setting in SETTINGS.values() if setting.group == group]
-    if instead := INSTEAD.get(name.rpartition(".")[2]):
-        hint = instead
-    elif near and (near not in SETTINGS or takes(near, value)):
-        hint = f"did you mean {typed(near, value)} ?"
-    elif near:
-        hint = f"the nearest setting is {near}: {SETTINGS[near].words}"
-    else:
-        listed = f"settings of {group}: {', '.join(inside)}" if inside else f"groups: {', '.join(GROUPS)}"
-        hint = f"{listed}; all are in docs/configuration.md"
+    hint = "all settings are in docs/configuration.md"
+    if near := nearest_setting(name):
+        fits = near not in SETTINGS or SETTINGS[near].takes(value)
+        hint = f"did you mean {typed(near, value) if fits else f'{near}: {SETTINGS[near].words}'} ?"
     return Problem(name, value, "unknown setting", hint)
-
-
-def _unknown_choice(group: str, choice: Any, choices: list[str]) -> Problem:
-    near = nearest(str(choice), choices, cutoff=0.3)
-    hints = [f"{one.name}={choice}" for one in SETTINGS.values() if one.leaf == group and takes(one.name, choice)]
-    hint = next(iter(hints), f"{group}={near} is the nearest" if near else f"{group}={choices[0]}")
-    rule = f"unknown choice: there is no conf/{group}/{choice}.yaml"
-    return Problem(group, choice, rule, f"{hint}; choices: {', '.join(choices)}")
-
-
-def takes(name: str, value: Any) -> bool:
-    """Whether the value is of the setting's type and within its bounds."""
-    try:
-        return outside(SETTINGS[name], SETTINGS[name].typed(value)) is None
-    except (ValueError, OverflowError):
-        return False
 
 
 def nearest_setting(name: str) -> str | None:

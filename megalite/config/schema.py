@@ -1,8 +1,7 @@
 """Every setting of megalite: name, type, default, meaning and the bounds that concern it alone.
 
-`conf/` and `docs/configuration.md` are written from these dataclasses; rules that join settings are in `rules.py`. A
-default of None means "derived": the meaning says from what. A field's type is the one that it has once `derive.py` (for
-the vocabulary and what the device decides: the start) has filled it in, so that no reader asks. Imports nothing heavy.
+`conf/` and `docs/configuration.md` are written from these dataclasses. A default of None means "derived": the meaning
+says from what, and a field's type is the one that it has once `derive.py` or the start has filled it in.
 """
 
 from dataclasses import dataclass, field

@@ -1,15 +1,14 @@
 """What looks like a secret: such overrides are refused, because command lines and saved configs are read by others.
 
-No finding holds the secret itself. Names of real settings (`tokenizer`, `model.num_key_value_heads`) and near misses of
-them are no secrets; 40 hexadecimal digits are one only on their own (paths of the hub's cache hold hashes).
+Real settings and near misses of them are none; 40 hexadecimal digits only on their own (hashes are in paths).
 """
 
 import re
 
 from megalite.config.settings import SETTINGS
+from megalite.errors.problems import Problem
 from megalite.errors.remedies import similarity
 
-HIDDEN = "(not shown)"
 ADVICE = "pass secrets in the environment (HF_TOKEN, WANDB_API_KEY), and change one that was typed: logs keep commands"
 # In a name of small letters. Short words count where a word of the name ends in them: APIKEY and PGPASS, not KEYBOARD.
 _NAME = re.compile(r"token|secret|passw|passphrase|credential|(?:key|pass|pwd|auth|bearer|cookie)s?(?![a-z])")
@@ -22,6 +21,11 @@ _VALUE = re.compile(
     r"|://[^/\s:@]+:[^/\s@]+@"  # user:password in an address
     r"|(?:^|[=\[,:\s'\"])[0-9a-fA-F]{40}(?:$|[\],\s'\"}])"  # W&B, old form
 )
+
+
+def secret_problem(name: str) -> Problem:
+    """The problem with a setting that holds a secret; its value is not shown."""
+    return Problem(name, "(not shown)", "looks like a secret", ADVICE)
 
 
 def secret_name(name: str) -> bool:

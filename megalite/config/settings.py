@@ -1,9 +1,8 @@
 """The schema as one flat table: dotted name -> type, default, meaning, choices and bounds.
 
-The command line, the rules, `conf/` and the docs read this table, so a new field of `schema.py` is known everywhere at
-once. A group is a field of `Config` that is a dataclass; a dataclass inside a group adds a word (`model.moe.top_k`).
-Users and files know a setting by its name, which Python may not allow for a field (`checkpoint.async`): only this file
-knows both words.
+The command line, the rules, `conf/` and the docs read this table. A group is a field of `Config` that is a dataclass; a
+dataclass inside a group adds a word (`model.moe.top_k`). Users know a setting by its name, which Python may not allow
+for a field (`checkpoint.async`): only this file knows both words.
 """
 
 import math
@@ -79,6 +78,11 @@ class Setting:
             return " | ".join((*self.choices, "null") if self.nullable else self.choices)
         return ", ".join(words for words in (self.type_words.removeprefix("a "), self.limit_words) if words)
 
+    @property
+    def as_default(self) -> str:
+        """The override that gives the default."""
+        return f"{self.name}={yaml_value(self.default)}"
+
     def typed(self, value: Any) -> Any:
         """A value from YAML or a command line as this setting's type; ValueError or OverflowError for another type."""
         several = typing.get_origin(self.kind) is list
@@ -88,6 +92,13 @@ class Setting:
             raise ValueError(value)
         kind = typing.get_args(self.kind)[0] if several else self.kind
         return [_single(kind, one) for one in value] if isinstance(value, list) else _single(kind, value)
+
+    def takes(self, value: Any) -> bool:
+        """Whether the value is of this setting's type and within its bounds."""
+        try:
+            return (typed := self.typed(value)) is None or outside(self, typed) is None
+        except (ValueError, OverflowError):
+            return False
 
 
 def _single(kind: Any, value: Any) -> Any:
@@ -186,26 +197,24 @@ def outside(setting: Setting, value: Any) -> Problem | None:
     listed = isinstance(value, list)
     parts, limits = value if listed else [value], setting.limits
     most = limits.get("at_most", LARGEST_IN_LIST if listed else LARGEST)
-    remedy = f"{setting.name}={yaml_value(setting.default)}"
     if setting.choices and (unknown := [one for one in parts if one not in setting.choices]):
         near = nearest(str(unknown[0]), setting.choices, cutoff=0.3)
         first = f"{'' if listed else f'{setting.name}='}{near} is the nearest; " if near else ""
         return Problem(setting.name, value, "unknown choice", f"{first}choices: {', '.join(setting.choices)}")
     if any(isinstance(one, float) and not math.isfinite(one) for one in parts):
-        return Problem(setting.name, value, "must be finite", remedy)
+        return Problem(setting.name, value, "must be finite", setting.as_default)
     if not all(WITHIN[name](one, limit) for name, limit in limits.items() for one in parts):
-        return Problem(setting.name, value, f"must be {setting.limit_words}", remedy)
+        return Problem(setting.name, value, f"must be {setting.limit_words}", setting.as_default)
     if any(isinstance(one, int) and one > most for one in parts):
-        return Problem(setting.name, value, f"is more than {most:,}", remedy)
+        return Problem(setting.name, value, f"is more than {most:,}", setting.as_default)
     return None
 
 
 def unusable(name: str, value: Any) -> Problem | None:
     """The problem with a path, or with one of several, that no file system takes; `name` is the setting."""
     for path in map(os.path.expanduser, map(str, value if isinstance(value, list) else [value])):
-        if path.startswith("~"):
-            return Problem(name, value, "there is no user of this name", f"./{path} for a folder of that name")
         empty = not path and name != "tokenizer"  # its rule names the choices
-        if empty or "\0" in path or any(len(os.fsencode(part)) > LONGEST_NAME for part in path.split("/")):
-            return Problem(name, value, "no file can have this name", "another path")
+        too_long = any(len(os.fsencode(part)) > LONGEST_NAME for part in path.split("/"))
+        if empty or too_long or "\0" in path or path.startswith("~"):  # of a user who is unknown
+            return Problem(name, value, "no file can have this name", "another path; ./~NAME for such a name")
     return None

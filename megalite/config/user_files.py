@@ -1,7 +1,6 @@
 """Reads files that a user or another program may have changed. Whatever is wrong with one is a refusal that names it.
 
-A reader here never blocks (a FIFO is not waited for), reads regular files only, and turns the errors of the system, the
-decoder and the parser into one UserError. `as_record` checks JSON fields against a dataclass.
+A reader here reads regular files only, and never waits for a pipe.
 """
 
 import io
@@ -12,7 +11,7 @@ import types
 import typing
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,31 +21,23 @@ from megalite.errors.problems import NO_VALUE, Problem, UnavailableError, UserEr
 from megalite.errors.remedies import of_system
 
 RESTORE = "restore it from a copy"
-FAULTS: dict[type[Exception], str] = {  # what goes wrong with files, in words
-    OSError: "cannot be read: ",
-    UnicodeDecodeError: "is not UTF-8 text: ",
-    json.JSONDecodeError: "is not JSON: ",
-    yaml.YAMLError: "is not YAML: ",
-    RecursionError: "is nested too deeply: ",
-    ValueError: "",
-    OverflowError: "",
-}
+FAULTS = (OSError, ValueError, yaml.YAMLError, RecursionError, OverflowError)  # what reading and parsing raise
 
 Record = TypeVar("Record")
 
 
 @contextmanager
 def refusing(place: Path | str, remedy: str = RESTORE) -> Iterator[None]:
-    """Turns what goes wrong with a file inside into a UserError that names it."""
+    """Turns what goes wrong with a file inside into a UserError that names it. The words of a ValueError stand."""
     try:
         yield
-    except tuple(FAULTS) as error:
-        rule = next(words for kind, words in FAULTS.items() if isinstance(error, kind))
+    except FAULTS as error:
         said = getattr(error, "strerror", None) or " ".join(str(error).split())
         kind = UserError
         if isinstance(error, OSError) and error.errno:  # libraries raise an OSError without a number for a bad content
             kind, remedy = UnavailableError, of_system(error, remedy)
-        raise kind(Problem(str(place), NO_VALUE, rule + said, remedy, here=True)) from error
+        rule = said if type(error) is ValueError else f"cannot be read: {said}"
+        raise kind(Problem(str(place), NO_VALUE, rule, remedy, here=True)) from error
 
 
 def absolute(path: str) -> str:
@@ -54,35 +45,24 @@ def absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
-def read_bytes(path: Path, remedy: str = RESTORE, *, follow_links: bool = True) -> bytes:
+def read_bytes(path: Path, remedy: str = RESTORE) -> bytes:
     """The content of a regular file; UserError where it is missing, unreadable, a folder or a device."""
-    with refusing(path, remedy):
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW))
-        with open(descriptor, "rb") as file:
-            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-                raise ValueError("is not a regular file")
-            return file.read()
+    with refusing(path, remedy), open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise ValueError("is not a regular file")
+        return file.read()
 
 
 def read_text(path: Path, remedy: str = RESTORE) -> str:
     """The content as UTF-8 text."""
-    content = read_bytes(path, remedy)
     with refusing(path, remedy):
-        return content.decode()
-
-
-def read_json(path: Path, remedy: str = RESTORE) -> Any:
-    """The value in a JSON file."""
-    text = read_text(path, remedy)
-    with refusing(path, remedy):
-        return json.loads(text)
+        return read_bytes(path, remedy).decode()
 
 
 def read_object(path: Path, remedy: str = RESTORE) -> dict[str, Any]:
     """The JSON object in a file; UserError where it holds something else."""
-    found = read_json(path, remedy)
     with refusing(path, remedy):
-        return _object(found)
+        return _object(json.loads(read_text(path, remedy)))
 
 
 def read_yaml(path: Path, remedy: str = RESTORE) -> Any:
@@ -90,10 +70,9 @@ def read_yaml(path: Path, remedy: str = RESTORE) -> Any:
     from omegaconf import OmegaConf  # not for reports
     from omegaconf.errors import OmegaConfBaseException
 
-    text = read_text(path, remedy)
     with refusing(path, remedy):
         try:
-            return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)))
+            return OmegaConf.to_container(OmegaConf.load(io.StringIO(read_text(path, remedy))))
         except OmegaConfBaseException as error:
             raise ValueError(str(error).partition("\n")[0]) from error
 
@@ -105,25 +84,23 @@ def _object(found: Any) -> dict[str, Any]:
 
 
 def as_record(kind: type[Record], found: Any, place: Path | str, remedy: str = RESTORE) -> Record:
-    """A dataclass from the fields of a JSON object; UserError that names the field which is missing or of another type.
-
-    Types are checked as annotated, by `fits`. Fields with a default may be missing, fields that the dataclass lacks are
-    ignored.
-    """
+    """A dataclass from the fields of a JSON object, by the types of its annotations; UserError that names the field
+    which is missing or of another type. What the dataclass does not know is ignored."""
     with refusing(place, remedy):
-        known, kinds = _object(found), typing.get_type_hints(kind)
-        for field in fields(kind):  # type: ignore[arg-type]
-            name, wanted = field.name, kinds[field.name]
-            if name not in known:
-                if field.default is MISSING and field.default_factory is MISSING:
-                    raise ValueError(f"lacks {name!r}")
-                del kinds[name]
-            elif is_dataclass(wanted):
-                known = known | {name: as_record(wanted, known[name], f"{place}: {name}", remedy)}  # type: ignore[arg-type]
-            elif not fits(known[name], wanted):
+        known, kinds, record = _object(found), typing.get_type_hints(kind), dict[str, Any]()
+        for name, wanted in ((name, kinds[name]) for name in kinds if name in known):
+            value = known[name]
+            if is_dataclass(wanted):
+                record[name] = as_record(wanted, value, f"{place}: {name}", remedy)  # type: ignore[arg-type]
+            elif fits(value, wanted):
+                record[name] = value
+            else:
                 words = "a whole number from 0" if wanted is int else f"of type {getattr(wanted, '__name__', wanted)}"
-                raise ValueError(f"has {name}={known[name]!r:.60}, which is not {words}")
-        return kind(**{name: known[name] for name in kinds})
+                raise ValueError(f"has {name}={value!r:.60}, which is not {words}")
+        try:
+            return kind(**record)
+        except TypeError as error:  # a field without a default is missing
+            raise ValueError(str(error)) from error
 
 
 def fits(value: Any, kind: Any) -> bool:

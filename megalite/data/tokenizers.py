@@ -14,7 +14,7 @@ by tokenizer.json alone, and is read without transformers. No code from a folder
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -32,13 +32,15 @@ from megalite.data.samples import IntArray
 from megalite.errors.problems import Problem, UserError
 
 END = "<|endoftext|>"
-KEPT_SETTINGS = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template", "clean_up_tokenization_spaces")
+SPECIAL_SETTINGS = ("bos_token", "eos_token", "pad_token", "unk_token")
+KEPT_SETTINGS = (*SPECIAL_SETTINGS, "chat_template", "clean_up_tokenization_spaces")
 NO_TOKEN = "no token for a symbol"  # no member of any vocabulary
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # SentencePiece's token for a byte that no other token covers
 AGAIN = "copy the tokenizer again, or give a folder with tokenizer.json that AutoTokenizer.from_pretrained loads"
 SPECIAL, SETTINGS, ADDED = "special_tokens_map.json", "tokenizer_config.json", "added_tokens.json"
 MODEL = ("generation_config.json", "config.json")
-LONG_WORD = re.compile(r"([^\W\d_]{4096})")  # letters: the trainer's time grows with the square of a word's length
+LONG = 8192  # characters: the trainer's time grows with the square of a word's length
+ALIKE = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")  # a part of one word: letters, digits, blanks or signs alone
 
 
 class TextTokenizer:
@@ -60,12 +62,16 @@ class TextTokenizer:
         self._table = None if table is None or self.end_of_document in range(len(table) or 256) else table
         model = self._spec["model"]
         unknown = model.get("unk_id", vocabulary.get(model.get("unk_token")))
-        special = (token for token in self._spec["added_tokens"] if token["special"] and len(token["content"]) > 1)
+        special = {token["content"] for token in self._spec["added_tokens"] if token["special"]}
+        special |= {text for text in map(token_text, map(settings.get, SPECIAL_SETTINGS)) if isinstance(text, str)}
+        ids = {vocabulary[text] for text in special & vocabulary.keys() if len(text) > 1}  # some pad with `!`
         self._refused = np.zeros(self.vocab_size, dtype=bool)  # ids that no text may give
-        self._refused[[token["id"] for token in special if token["id"] != unknown]] = True
+        self._refused[[*(ids - {unknown})]] = True
         if self.end_of_document is not None:
             self._refused[self.end_of_document] = True
-        complete = self._byte_level and vocabulary.keys() >= set(byte_letters())
+        of_bytes = any(self._mentions("ByteLevel", part) for part in ("normalizer", "pre_tokenizer"))
+        affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+        complete = of_bytes and not affixes and vocabulary.keys() >= set(byte_letters())
         if model["type"] == "BPE" and model["unk_token"] is None and not complete:
             backend.model.unk_token = NO_TOKEN  # an error, where the library would pass over a symbol without a word
 
@@ -248,8 +254,18 @@ def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
-    backend.train_from_iterator((LONG_WORD.sub(r"\1\n", text) for text in texts), trainer)
+    backend.train_from_iterator((part for text in texts for part in short_words(text)), trainer)
     return TextTokenizer(backend, {"eos_token": END})
+
+
+def short_words(text: str) -> Iterator[str]:
+    """The text in parts without a word of more than twice LONG characters."""
+    start = 0
+    for at in range(0, len(text), LONG):
+        if ALIKE.fullmatch(text, at, at + LONG):
+            yield text[start:at]
+            start = at
+    yield text[start:]
 
 
 def load_tokenizer(folder: Path) -> TextTokenizer:

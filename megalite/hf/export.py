@@ -1,16 +1,14 @@
 """A trained model as a folder that transformers loads: weights, config, tokenizer and model card.
 
 What is written is a function of the parameters alone, so exports of equal parameters are equal files, whatever layout
-trained them. The folder is complete or not there: it is written under another name beside its own and renamed. Tensors
-are taken one at a time; memory holds little more than one file of the export.
+trained them. The folder is complete or not there: it is written under another name beside its own, synced and renamed.
+Tensors are taken one at a time; memory holds little more than one file of the export.
 """
 
 import json
-import math
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megalite.config.durable_files import draft_of
+from megalite.config.durable_files import draft_of, sync_folder
 from megalite.config.model_folder import settings_of
 from megalite.config.schema import ModelConfig
 from megalite.config.settings import yaml_value
@@ -29,104 +27,96 @@ from megalite.config.user_files import refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.hf.families import FAMILIES
 from megalite.hf.families.family import Family
-from megalite.hf.saved_model import RunCheckpoint, SavedModel
-from megalite.hf.tensors import Source, sources
+from megalite.hf.import_model import Form, sources
+from megalite.hf.saved_model import SavedModel
 from megalite.launch.device import DTYPES
 from megalite.model.flops import active_parameters, parameter_count
 from megalite.train.history import read_metrics
 
-MAX_SHARD_SIZE = "5GB"  # transformers' own
+MAX_FILE = "5GB"  # transformers' own
 CARD = Path(__file__).with_name("model_card.md")
-LOSSES = {  # of metrics.jsonl, per token in nats
-    "loss": "training, at the last step that was logged",
-    "val_loss": "validation",
-    "val_perplexity": "validation perplexity",
-    "val_bits_per_byte": "validation bits per byte",
-}
 
 
-def export_checkpoint(
-    model: SavedModel, folder: Path, *, precision: str = "auto", max_shard_size: str = MAX_SHARD_SIZE
-) -> int:
-    """Write `folder` from an opened checkpoint of a run, with its tokenizer and a model card; see `export_model`. The
-    step of the checkpoint is returned.
-
-    Exported are the masters, rounded to `precision` (fp32, bf16, ...; auto: that of the run): to the bit the parameters
-    that it computes with.
-    """
-    if (run := model.run) is None:
+def export_checkpoint(model: SavedModel, folder: Path, precision: str = "auto") -> int:
+    """Write `folder` from an opened checkpoint of a run, with its tokenizer and a model card: the step of the
+    checkpoint. Exported are the masters, rounded to `precision` (auto: that of the run): to the bit the parameters that
+    it computes with."""
+    if model.state is None:
         rule = "it is a model of transformers already"
         raise UserError(Problem("model", str(model.folder), rule, "name the folder of a run"))
+    tokenizer, length, step = model.tokenizer, model.config.train.seq_length, model.state.progress.step
     metrics: dict[str, Any] = {}  # the newest of every kind that the run had at this step
     for record in read_metrics(model.folder / "metrics.jsonl"):
-        metrics |= record if record["step"] <= run.found.step else {}
-    card = model_card(run, family_of(model.config), metrics, has_tokenizer=model.tokenizer is not None)
-    export_model(
-        run.masters(),
-        model.config,
-        folder,
-        dtype=DTYPES[model.precision if precision == "auto" else precision],
-        context_length=model.seq_length,
-        end_of_document=model.tokenizer.end_of_document if model.tokenizer else None,
-        max_shard_size=max_shard_size,
-        others={"README.md": card, **(model.tokenizer.files(model.seq_length) if model.tokenizer else {})},
-    )
-    return run.found.step
+        metrics |= record if record["step"] <= step else {}
+    dtype = DTYPES[model.config.precision if precision == "auto" else precision]
+    end = tokenizer.end_of_document if tokenizer else None
+    others = {"README.md": model_card(model, metrics), **(tokenizer.files(length) if tokenizer else {})}
+    export_model(model.values(), model.config.model, folder, dtype, length, end, others)
+    return step
 
 
 def export_model(
     values: Iterable[tuple[str, Tensor]],
     config: ModelConfig,
     folder: Path,
-    *,
     dtype: torch.dtype,
     context_length: int,
     end_of_document: int | None = None,
-    max_shard_size: str = MAX_SHARD_SIZE,
     others: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write `folder` (new or empty): the model and, by name, `others`. The inverse of `import_model`.
 
-    `values` are (logical name, tensor of the logical shape on any device) in the order of `gpt_parameters(config)`, as
-    `import_model` and `start_values` give them; they are rounded to `dtype`. `config` is resolved (no None left).
-    `context_length` is what a family with rotary positions says of its length (with YaRN, the length that they were
-    stretched to: transformers 4 takes the factor from it); `end_of_document` the token that ends a text, and so stands
-    before the next one: it is what to begin with, too.
+    `values` are (logical name, tensor of the logical shape on any device) in the order of `gpt_parameters(config)`;
+    they are rounded to `dtype`. `config` is resolved (no None left). `context_length` is what a family with rotary
+    positions says of its length, `end_of_document` the token that ends a text, and so stands before the next one.
     """
+    require_new(folder)
     family = family_of(config)
-    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_document)  # absent: the family's first model's
-    described = {**family.describe(settings_of(config)), **ends, "architectures": [family.architecture]}
-    described["dtype"] = str(dtype).removeprefix("torch.")
-    if config.position == "rope":
-        stretched = config.rope_scaling == "yarn" and config.rope_scaling_factor > 1
-        longer = round(config.rope_scaling_factor * config.rope_original_positions) if stretched else 0
-        described["max_position_embeddings"] = longer or context_length
     by_parameter = sources(family, config)
     shapes = {name: shape for source in by_parameter.values() for name, shape in source.tensors.items()}
     empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-    try:
-        plan = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_size)
-    except (ValueError, OverflowError) as error:
-        raise UserError(Problem("max shard size", max_shard_size, str(error), "5GB or 500MB, for example")) from error
+    plan = split_torch_state_dict_into_shards(empty, max_shard_size=MAX_FILE)
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_document)  # absent: the family's first model's
+    described = _described(config, family, context_length) | ends | {"dtype": str(dtype).removeprefix("torch.")}
     texts: dict[str, Any] = {"config.json": described, "generation_config.json": ends}
     if plan.is_sharded:
         metadata = plan.metadata | {"total_parameters": sum(tensor.numel() for tensor in empty.values())}
         texts["model.safetensors.index.json"] = {"metadata": metadata, "weight_map": plan.tensor_to_filename}
     contents = {name: f"{json.dumps(text, indent=2, sort_keys=True)}\n".encode() for name, text in texts.items()}
-    with _new_folder(folder) as unfinished:
+    unfinished, parts = draft_of(folder.resolve()), defaultdict[str, dict[str, Tensor]](dict)
+    try:
+        unfinished.mkdir(parents=True)
         for name, content in {**contents, **(others or {})}.items():
             (unfinished / name).write_bytes(content)
-        parts = defaultdict[str, dict[str, Tensor]](dict)
         for name, tensor in _tensors(values, by_parameter, dtype):
             file = plan.tensor_to_filename[name]
             parts[file][name] = tensor
             if len(parts[file]) == len(plan.filename_to_tensors[file]):
                 save_file(parts.pop(file), unfinished / file, metadata={"format": "pt"})
                 shutil.copymode(unfinished / "config.json", unfinished / file)  # safetensors lets only the owner read
+        for path in (*unfinished.iterdir(), unfinished):
+            sync_folder(path)
+        unfinished.rename(folder.resolve())
+        sync_folder(unfinished.parent)
+    except (OSError, SafetensorError) as error:
+        remedy = "name a folder on a disk with room that this user may write to"
+        raise UserError(Problem("folder", str(folder), f"it cannot be written: {error}", remedy)) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _described(config: ModelConfig, family: Family, context_length: int) -> dict[str, Any]:
+    """What config.json says of the model."""
+    described = {**family.describe(settings_of(config)), "architectures": [family.architecture]}
+    if config.position == "rope":  # transformers 4 takes YaRN's factor from the length
+        stretched = config.rope_scaling == "yarn" and config.rope_scaling_factor > 1
+        longer = round(config.rope_scaling_factor * config.rope_original_positions) if stretched else 0
+        described["max_position_embeddings"] = longer or context_length
+    return described
 
 
 def _tensors(
-    values: Iterable[tuple[str, Tensor]], by_parameter: Mapping[str, Source], dtype: torch.dtype
+    values: Iterable[tuple[str, Tensor]], by_parameter: Mapping[str, Form], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """(name in the file, its tensor) of each value; UserError at the first that is not finite.
 
@@ -136,7 +126,7 @@ def _tensors(
     for expected, source in by_parameter.items():
         name, value = next(each)
         assert name == expected, (name, expected)
-        for part, tensor in zip(source.tensors, source.form.split(value), strict=True):
+        for part, tensor in zip(source.tensors, source.split(value), strict=True):
             # A copy even where nothing changes: safetensors takes only contiguous tensors that share no memory.
             written = torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
             if not torch.isfinite(written).all():
@@ -160,22 +150,6 @@ def family_of(config: ModelConfig) -> Family:
     raise UserError(Problem("model", config.name, rule, remedy))
 
 
-@contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
-    """A folder to write to that becomes `folder` (new or empty) at the end, or vanishes if the body raises."""
-    require_new(folder)
-    unfinished = draft_of(folder.resolve())
-    try:
-        unfinished.mkdir(parents=True)
-        yield unfinished
-        unfinished.rename(folder.resolve())
-    except (OSError, SafetensorError) as error:
-        remedy = "name a folder on a disk with room that this user may write to"
-        raise UserError(Problem("folder", str(folder), f"it cannot be written: {error}", remedy)) from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
 def require_new(folder: Path) -> None:
     """UserError where `folder` is a file or holds something."""
     with refusing(folder, "name a folder that this user may write to"):
@@ -184,29 +158,25 @@ def require_new(folder: Path) -> None:
             raise UserError(Problem("folder", str(folder), rule, remedy))
 
 
-def model_card(run: RunCheckpoint, family: Family, metrics: Mapping[str, Any], *, has_tokenizer: bool) -> bytes:
-    """The README.md of an export, from model_card.md: what the model is, what it was trained on, and how well it does.
-
-    It is a function of the settings and of `metrics` (as in metrics.jsonl) alone. Layout, device, time and the paths of
-    a machine are left out, so that runs that trained the same model have the same card.
-    """
-    config, data, begun = run.config, run.config.data, run.config.checkpoint.init_from
+def model_card(model: SavedModel, metrics: Mapping[str, Any]) -> bytes:
+    """The README.md of an export, a function of the settings, the data and `metrics` (as in metrics.jsonl) alone:
+    layout, device, time and the paths of a machine are left out, so runs that trained the same have the same card."""
+    config, data, begun, state = model.config, model.config.data, model.config.checkpoint.init_from, model.state
+    assert state is not None
     paths = data.path if isinstance(data.path, list) else [data.path or ""]
     names = [*paths, data.subset, data.split] if data.source == "hf" else [Path(path).name for path in paths]
-    known = {words: metrics[name] for name, words in LOSSES.items() if metrics.get(name) is not None}
     text = Environment(undefined=StrictUndefined, trim_blocks=True, finalize=in_a_table, keep_trailing_newline=True)
     card = text.from_string(CARD.read_text(encoding="utf-8")).render(
         vars(config),
         config=config,
-        step=run.found.step,
-        tokens=run.state.progress.tokens,
-        has_tokenizer=has_tokenizer,
-        family=family,
+        progress=state.progress,
+        has_tokenizer=model.tokenizer_folder is not None,
+        family=family_of(config.model),
         parameters=parameter_count(config.model),
         active=active_parameters(config.model),
-        data="; ".join(filter(None, [", ".join(filter(None, names)), run.state.data.description])),
+        data="; ".join(filter(None, [", ".join(filter(None, names)), state.data.description])),
         start=f"the weights of {Path(begun).name}" if begun else f"seed {config.seed}",
-        losses={words: f"{value:.4f}" if math.isfinite(value) else "not finite" for words, value in known.items()},
+        metrics={name: value for name, value in metrics.items() if value is not None},
     )
     return card.encode()
 

@@ -196,7 +196,8 @@ def _measure(own: dict[str, Any], device: torch.device, folder: Path, *, writes:
     target = torch.empty_like(source)
     own["memory, GB/s"] = 2 * source.numel() / seconds(lambda: target.copy_(source), device, MEASURE_S) / 1e9
     if writes:
-        own["disk, MB/s"] = DISK_BYTES / seconds(lambda: _write(folder), torch.device("cpu"), 0.0) / 1e6
+        content = os.urandom(DISK_BYTES)
+        own["disk, MB/s"] = DISK_BYTES / seconds(lambda: _write(folder, content), torch.device("cpu"), 0.0) / 1e6
 
 
 def seconds(action: Callable[[], Any], device: torch.device, at_least_s: float) -> float:
@@ -212,10 +213,10 @@ def seconds(action: Callable[[], Any], device: torch.device, at_least_s: float) 
     return statistics.median(took[1:] or took)
 
 
-def _write(folder: Path) -> None:
+def _write(folder: Path, content: bytes) -> None:
     """Into the folder, or where it would be made: a mount point that is missing is an error, not made."""
     with tempfile.TemporaryFile(dir=folder if folder.is_dir() else folder.parent) as file:
-        file.write(os.urandom(DISK_BYTES))
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 

@@ -92,12 +92,16 @@ def _judge(store: Store, info: RankInfo, size: int, timeout_s: float) -> tuple[S
 def _attend(store: Store, info: RankInfo, size: int, timeout_s: float) -> tuple[Store, list[Problem]]:
     """Leave `info` in the newest round, and wait for a verdict that names this process."""
     found: list[tuple[Store, list[Problem]]] = []
+    left: dict[str, RankInfo] = {}  # by the token of a round, who has taken this rank's place there; sent once
 
     def judged() -> bool:
         if not store.check([ROUND]):
             return False
-        place = PrefixStore(f"megalite/{store.get(ROUND).decode()}", store)
-        first = RankInfo(**json.loads(place.compare_set(f"ranks/{info.rank}", "", json.dumps(asdict(info)))))
+        place = PrefixStore(f"megalite/{(token := store.get(ROUND).decode())}", store)
+        if token not in left:
+            taken = place.compare_set(f"ranks/{info.rank}", "", json.dumps(asdict(info)))
+            left[token] = RankInfo(**json.loads(taken))
+        first = left[token]
         if first.token != info.token and not _agent_serves():  # else it is of a rank that has died
             both = " and ".join(f"process {each.pid} on {each.host}" for each in (first, info))
             rule = f"{both} both claim this rank, or belong to two jobs that meet at the same port"

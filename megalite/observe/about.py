@@ -24,8 +24,7 @@ from megalite.observe.report.write import LiveReport
 from megalite.observe.run_data import read_run
 from megalite.observe.terminal import Terminal
 from megalite.observe.trackers import open_trackers
-from megalite.train.history import Note
-from megalite.train.run_log import View
+from megalite.train.history import Note, View
 from megalite.train.setup import Job
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "hydra-core", "numpy", "safetensors")

@@ -40,7 +40,7 @@ COLUMNS: tuple[tuple[str, str, int, Callable[[float], str]], ...] = (  # of a st
 
 
 class Terminal:
-    """The view of a run for who started it (train/run_log.py). Ranks that do not print pass enabled=False."""
+    """The view of a run for who started it (train/history.py). Ranks that do not print pass enabled=False."""
 
     name = "terminal"
 

@@ -50,7 +50,7 @@ Opener = Callable[[], Tracker | None]
 
 
 class Trackers:
-    """Passes every record on to all trackers of a run: a view (train/run_log.py). The first failure of a tracker is a
+    """Passes every record on to all trackers of a run: a view (train/history.py). The first failure of a tracker is a
     note to the user."""
 
     name = "trackers"

@@ -17,12 +17,7 @@ SETS = {  # of axes whose groups are listed
 ACROSS = 8  # ranks on a line of the picture
 MOST_RANKS = 144  # of a larger world the first are drawn: 18 nodes of 8, two racks of 72
 COLOURS = 10  # by group of the first axis that is split
-LEFT, WIDE, GAP, LINE = (
-    54,
-    80,
-    6,
-    16,
-)  # room for the name of a node; a rank's box, what is free around it, and its lines
+LEFT, WIDE, GAP, LINE = 54, 80, 6, 16  # room for a node's name; a rank's box, the free space around it, its lines
 Groups = dict[str, dict[str, list[list[int]]]]  # of ranks, by section and axes
 
 

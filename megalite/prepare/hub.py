@@ -42,14 +42,15 @@ def _answers() -> bool:
 
     with suppress(Exception):  # of several libraries
         endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-        return bool(huggingface_hub.get_session().head(endpoint, timeout=PATIENCE).status_code < 500)
+        status: int = huggingface_hub.get_session().head(endpoint, timeout=PATIENCE).status_code
+        return status < 500 and status not in (403, 407)  # a proxy's refusal is no answer of the hub
     return False
 
 
 @lru_cache(maxsize=4)  # the shards of one data set come one after the other
 def load_dataset(name: str, subset: str | None, split: str, streaming: bool) -> Any:
     """A `datasets` data set, from the hub, its cache, or a local folder."""
-    is_here = Path(name).exists()
+    is_here = os.path.exists(name)
     if offline := not is_here and not reachable():
         os.environ["HF_HUB_OFFLINE"] = "1"  # the libraries read it when they are imported
         for module in ("huggingface_hub.constants", "datasets.config"):
@@ -77,7 +78,7 @@ def load_dataset(name: str, subset: str | None, split: str, streaming: bool) -> 
 def tokenizer_folder(name: str) -> Path:
     """The folder of that name, or that of a hub tokenizer: from the cache, or downloaded."""
     folder = Path(name).expanduser()
-    if folder.is_dir():
+    if os.path.isdir(folder):
         return folder
     import huggingface_hub
 

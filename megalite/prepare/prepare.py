@@ -52,7 +52,7 @@ class Target:
     @property
     def is_prepared(self) -> bool:
         """Whether the token file is complete: its index comes last."""
-        return with_suffix(self.prefix, ".idx").exists()
+        return os.path.exists(with_suffix(self.prefix, ".idx"))
 
 
 def prepare(config: Config, progress: Progress | None = None) -> TokenFiles:
@@ -227,7 +227,7 @@ def obtain_tokenizer(config: Config, missing: list[Target], shards: list[Shard])
 
 def sample(shards: list[Shard], size: int = SAMPLE) -> Iterator[str]:
     """About `size` characters of text from all over the data, the same on every call."""
-    chosen = shards[:: -(-len(shards) // SAMPLED_SHARDS)]
+    chosen = shards[:: max(1, -(-len(shards) // SAMPLED_SHARDS))]
     for number, shard in enumerate(chosen):
         share = size // (len(chosen) - number)
         for piece in pieces(shard):

@@ -63,7 +63,7 @@ class Source:
 
     def identity(self) -> str:
         """A hash that changes when the documents do."""
-        if self.kind == "hf" and not Path(self.paths[0]).exists():
+        if self.kind == "hf" and not os.path.exists(self.paths[0]):
             return digest(self.kind, self.paths, self.column, self.subset, self.split)
         states = [(str(path), path.stat()) for path in self.files]
         files = [(path, state.st_size, state.st_mtime_ns) for path, state in states]
@@ -119,19 +119,22 @@ def _kind_of(path: Path) -> str | None:
 def _files_at(path: str) -> list[Path]:
     """The files that one entry of data.path means, in order."""
     place = Path(path).expanduser().absolute()
-    files, rule = [place], ""
-    if place.is_dir():
-        files, rule = [file for file in _walk(path) if _kind_of(file)], f"the folder holds no {', '.join(KINDS)} file"
-    elif glob.has_magic(path) and not place.exists():
-        matches = map(Path, glob.glob(str(Path(path).expanduser()), recursive=True))
-        files, rule = sorted({match.absolute() for match in matches if not match.is_dir()}), "the glob matches no file"
-    if not files:
-        raise UserError(Problem("data.path", path, rule, "give the files themselves, or a quoted glob of files"))
-    for file in files:
-        if not file.is_file():
-            rule = "no regular file" if os.path.lexists(file) else "there is no such file or folder"
-            hint = "give txt, jsonl, json, csv or parquet files, a folder of them or a glob"
-            raise UserError(Problem("data.path", str(file), rule, hint))
+    with refusing(place, REPAIR):
+        files, rule = [place], ""
+        if place.is_dir():
+            files = [file for file in _walk(path) if _kind_of(file)]
+            rule = f"the folder holds no {', '.join(KINDS)} file"
+        elif glob.has_magic(path) and not place.exists():
+            matches = map(Path, glob.glob(str(Path(path).expanduser()), recursive=True))
+            files = sorted({match.absolute() for match in matches if not match.is_dir()})
+            rule = "the glob matches no file"
+        if not files:
+            raise UserError(Problem("data.path", path, rule, "give the files themselves, or a quoted glob of files"))
+        for file in files:
+            if not file.is_file():
+                rule = "no regular file" if os.path.lexists(file) else "there is no such file or folder"
+                hint = "give txt, jsonl, json, csv or parquet files, a folder of them or a glob"
+                raise UserError(Problem("data.path", str(file), rule, hint))
     return files
 
 

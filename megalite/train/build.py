@@ -1,9 +1,7 @@
 """Builds what a rank trains with: its place among the ranks, its part of the model, and all that updates it.
 
 The model is built without values. They come from the seed, an import or a checkpoint, and are whole on every rank
-before a step.
-
-Settings that depend on the device are refused here where they cannot be, and chosen where nobody has.
+before a step. Settings that depend on the device are refused or chosen here.
 """
 
 from collections.abc import Callable, Container, Iterator
@@ -11,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypedDict
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,12 +20,12 @@ from megalite.config.device_rules import graph_obstacles, precision_clashes
 from megalite.config.layout import exchange_of, layout_of, local_heads, stage_settings
 from megalite.config.nccl_options import read_nccl_options
 from megalite.config.schedule_rules import ScheduleRequest
-from megalite.config.schema import Config, ModelConfig, ParallelConfig
+from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, value_of, with_values, yaml_value
 from megalite.context_parallel.exchange import CpGroups, Waiting
 from megalite.errors.problems import Problem, UserError, collect
 from megalite.launch import startup
-from megalite.launch.context import CPU, ParallelContext
+from megalite.launch.context import CPU, ParallelContext, all_ranks_or_raise
 from megalite.launch.device import (
     check_fp8,
     choose_device,
@@ -64,14 +62,6 @@ OF_A_MACHINE = (
     "parallel.nccl_options",  # its content is compared
     "run_name",  # rank 0 alone shows it, and run_dir says where the run is kept
 )
-
-
-class DataShare(TypedDict):
-    """The part of each global batch that a rank reads: arguments of the functions that read batches."""
-
-    dp_rank: int
-    dp_size: int
-    sequence: CpShard
 
 
 # (folder, model, names) -> (logical name, logical tensor) of these parameters, of all where `names` is None.
@@ -174,25 +164,23 @@ def build_training(config: Config, context: ParallelContext) -> Training:
         expert=own.index["expert"],
         gradient_dtype=dtype_of(settings.gradient_dtype, context.dtype),
     )
+    comm_dtype = dtype_of(settings.communication_dtype or settings.gradient_dtype, context.dtype)
+    waiting = partial(clock.within, "communication")
+    gather = ParameterGather(buffers, replicas, overlap=settings.overlap, waiting=waiting)
     main_grads = buffers.attach(
         *chunks, with_main_grad=[name for chunk in chunks for name in chunk.main_grad_parameters]
     )
-    comm_dtype = dtype_of(settings.communication_dtype or settings.gradient_dtype, context.dtype)
     sync = GradientSync(buffers, chunks, replicas, comm_dtype=comm_dtype, overlap=settings.overlap)
-    waiting = partial(clock.within, "communication")
-    gather = ParameterGather(buffers, replicas, overlap=settings.overlap, waiting=waiting)
     for chunk in chunks:
         chunk.set_main_grads({name: main_grads[name] for name in chunk.main_grad_parameters})
         chunk.before_use = gather.wait_for
-    forward, backward = context.group("pp-forward"), context.group("pp-backward")
-    groups: dict[Direction, dist.ProcessGroup] = {}
-    if forward is not None and backward is not None:
-        groups = {"forward": forward, "backward": backward}
+    ways: dict[Direction, dist.ProcessGroup | None]
+    ways = {"forward": context.group("pp-forward"), "backward": context.group("pp-backward")}
     request = partial(ScheduleRequest, axes.schedule, axes.pp, vpp=axes.vpp, group_size=axes.microbatch_group_size)
     executor = Executor(
         chunks,
         context.coordinates["pp"],
-        groups,
+        {way: group for way, group in ways.items() if group is not None},
         lambda microbatches: build_schedule(request(microbatches)),
         partial(forward_only, axes.pp, axes.vpp),
         sync.expect_last,
@@ -221,17 +209,12 @@ def context_ranks(config: Config, context: ParallelContext, waiting: Waiting = n
     """The ranks with which this one shares each sequence; None: it has whole ones."""
     if context.size("cp") == 1:
         return None
-    return CpGroups(
-        alltoall=TensorGroup.of(context.group("cp-alltoall")),
-        ring=TensorGroup.of(context.group("cp-ring")),
-        gathers=exchange_of(config).gathers,
-        sharing=TensorGroup.of(context.group("tp-cp")),
-        waiting=waiting,
-    )
+    alltoall, ring, sharing = (TensorGroup.of(context.group(name)) for name in ("cp-alltoall", "cp-ring", "tp-cp"))
+    return CpGroups(alltoall, ring, exchange_of(config).gathers, sharing, waiting)
 
 
-def data_share(config: Config, context: ParallelContext) -> DataShare:
-    """The part of each global batch that this rank reads."""
+def data_share(config: Config, context: ParallelContext) -> dict[str, Any]:
+    """The part of each global batch that this rank reads: arguments of the functions that read batches."""
     cp = context_ranks(config, context)
     sequence = CpShard() if cp is None else cp.share
     return {"dp_rank": context.index("dp"), "dp_size": context.size("dp"), "sequence": sequence}
@@ -270,57 +253,43 @@ def precision_problems(config: Config, precision: str) -> list[Problem]:
 
 
 def cuda_problems(config: Config, device: torch.device, environment: ProcessEnvironment) -> list[Problem]:
-    """Settings for CUDA on a CPU, and parallel.async_tp where the ranks of tp cannot share memory."""
+    """Settings for CUDA on a CPU, and parallel.async_tp where the ranks of tp cannot share memory, as far as this rank
+    can see."""
     asked = [name for name, auto in OF_CUDA.items() if value_of(config, name) not in (auto, False)]
-    rule = "needs CUDA, and this run is on a CPU"
+    rule, tp, local = "needs CUDA, and this run is on a CPU", config.parallel.tp, environment.local_world_size
     if device.type == "cuda":
-        rule = no_shared_memory(config.parallel, device, environment) if config.parallel.async_tp else ""
-        asked = [ASYNC_TP] if rule else []
+        first = (own := device.index or 0) - own % tp
+        asked, others = [ASYNC_TP] if config.parallel.async_tp else [], {*range(first, first + tp)} - {own}
+        if local % tp or not config.parallel.order.startswith("tp"):
+            rule = f"needs all ranks of tp on one host, and {local} processes of this one do not fit"
+        elif torch.cuda.device_count() < local or not asked:  # a rank sees its own GPU alone
+            return []
+        elif far := [other for other in others if not torch.cuda.can_device_access_peer(own, other)]:
+            rule = f"needs GPUs that reach each other's memory, and GPU {own} does not reach {far}"
+        else:
+            return []
     return [Problem(name, value_of(config, name), rule, f"{name}={yaml_value(OF_CUDA[name])}") for name in asked]
 
 
-def no_shared_memory(axes: ParallelConfig, device: torch.device, environment: ProcessEnvironment) -> str:
-    """Why the GPUs of the ranks of tp cannot share memory; empty: as far as a rank can see, they can."""
-    local, own = environment.local_world_size, device.index or 0
-    if local % axes.tp or not axes.order.startswith("tp"):
-        return f"needs all ranks of tp on one host, and {local} processes of this one do not fit"
-    if torch.cuda.device_count() < local:  # a rank sees its own GPU alone
-        return ""
-    first = own - own % axes.tp
-    far = [n for n in range(first, first + axes.tp) if n != own and not torch.cuda.can_device_access_peer(own, n)]
-    return f"needs GPUs that reach each other's memory, and GPU {own} does not reach {far}" if far else ""
-
-
-def derive_device(
-    config: Config,
-    context: ParallelContext,
-    environment: ProcessEnvironment | None = None,
-    report: Callable[[str], None] = lambda words: None,
-) -> Config:
+def derive_device(config: Config, context: ParallelContext) -> Config:
     """Settings that follow from the device; collective. Compiling pays on CUDA, on a CPU it costs more than it brings.
-
-    Raises UserError, alike on all ranks, where the ranks find that parallel.async_tp=true does not work here.
-    """
+    UserError, alike on all ranks, where one finds that parallel.async_tp=true does not work here."""
     is_cuda, group = context.device.type == "cuda", TensorGroup.of(context.group("tp"))
-    if config.parallel.async_tp and group is not None:
-        why = no_shared_memory(config.parallel, context.device, environment or ProcessEnvironment())
-        if not any(context.gather_json([why] if why else [])):  # else ranks would wait for each other's memory in vain
-            report(f"trying products that send ({ASYNC_TP})")
-            why = why_products_cannot_send(group, context.dtype, context.device)
-        if reasons := [reason for of_rank in context.gather_json([why] if why else []) for reason in of_rank]:
-            rule = f"products that send do not work here: {reasons[0]}"
+    async_tp = bool(config.parallel.async_tp) and group is not None
+
+    def try_products(tp: TensorGroup) -> None:
+        if why := why_products_cannot_send(tp, context.dtype, context.device):
+            rule = f"products that send do not work here: {why}"
             raise UserError(Problem(ASYNC_TP, True, rule, f"{ASYNC_TP}=false"))
-    compiles = is_cuda if config.train.compile is None else config.train.compile
-    chosen = {
-        "precision": name_of(context.dtype),
-        "train.compile": compiles,
-        ASYNC_TP: bool(config.parallel.async_tp) and group is not None,
-    }
-    graph = value_of(config, CUDA_GRAPH)
+
+    if config.parallel.async_tp and group is not None:
+        all_ranks_or_raise(context, partial(try_products, group))
+    compiles, graph = config.train.compile, value_of(config, CUDA_GRAPH)
     if graph is None:
         cannot = any(wrong for wrong, *_ in graph_obstacles(config, context.layout.world_size))
         graph = is_cuda and not cannot and is_small(config, context)
-    return with_values(config, {**chosen, CUDA_GRAPH: graph})
+    chosen = {"precision": name_of(context.dtype), "train.compile": is_cuda if compiles is None else compiles}
+    return with_values(config, {**chosen, ASYNC_TP: async_tp, CUDA_GRAPH: graph})
 
 
 def is_small(config: Config, context: ParallelContext) -> bool:

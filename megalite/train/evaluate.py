@@ -1,13 +1,11 @@
-"""What a model is worth: validation metrics on a fixed set of batches, and samples of text.
+"""The worth of a model: validation metrics on a fixed set of batches, and samples of text.
 
-Validation: each rank sums over its own, then all ranks add up.
-
-Loss, tokens and bytes of text are sums over the same labels, which count in the loss. Ranks of one model compute each
-batch together, so a batch that one of them cannot read is refused by all before any of them computes it.
+Validation: each rank sums loss, tokens and bytes of text over the labels that count in the loss, then all ranks add up.
+Ranks of one model compute each batch together, so a batch that one of them cannot read is refused by all before any of
+them computes it.
 
 Samples of text: the newest token's distribution, sampled and appended, one token at a time. The same weights, prompts
-and seed give the same text on any layout, up to rounding; a prompt's text does not depend on which others are sampled
-beside it.
+and seed give the same text on any layout, up to rounding, whatever else is sampled beside it.
 """
 
 import math
@@ -48,10 +46,10 @@ class ValidationMetrics:
 
 
 class Sums:
-    """Loss, tokens and bytes, added up on the device; nothing waits for it before `metrics`."""
+    """Loss, tokens and bytes, added up on the device; nothing waits for it before `metrics`. `bytes_of_ids`: by token
+    [vocab] (data/tokenizers.py); None where not known."""
 
     def __init__(self, bytes_of_ids: IntArray | None, device: torch.device) -> None:
-        """`bytes_of_ids`: by token [vocab] (data/tokenizers.py); None where not known."""
         self._bytes = None if bytes_of_ids is None else torch.from_numpy(bytes_of_ids).to(device)
         self.totals = torch.zeros(3, dtype=torch.float64, device=device)  # what ranks sum
 
@@ -79,11 +77,8 @@ def evaluate(
     bytes_of_ids: IntArray | None,
     go_on: Callable[[], bool] = lambda: True,
 ) -> ValidationMetrics | None:
-    """The metrics over the `batches` of all ranks; each rank has as many, and gets the same metrics.
-
-    A UserError of reading a batch on any rank is raised on all: one small all-reduce on the host for each. `go_on`,
-    equal on all ranks, is asked before each batch; once it is false there are no metrics.
-    """
+    """The metrics over the `batches` of all ranks, of which each rank has as many; the same on all ranks. None where
+    `go_on`, which is asked before each batch and equal on all ranks, becomes false."""
     one = torch.ones((), dtype=training.buffers.master_dtype, device=context.device)
     sums = Sums(bytes_of_ids, context.device)
     with training.evaluating():
@@ -98,42 +93,32 @@ def evaluate(
     return sums.metrics()
 
 
-TEMPERATURE = 0.8
-TOP_K = 50
+TEMPERATURE, TOP_K = 0.8, 50
 PROMPTS = {"stdlib": "def "}  # how samples begin where nobody says, by data source; otherwise with an end of document
 WINDOW = 64  # a window that may be shorter than the sequence is a multiple of this
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """How a sample begins, as people read it and as tokens (at least one)."""
-
-    text: str
-    tokens: list[int]
-
-
-def prompts_of(config: Config, data: OpenedData) -> list[Prompt]:
-    """The texts to continue; none where the data's tokens are no text. UserError for a prompt that the tokenizer does
-    not know."""
-    asked, tokenizer = config.train.sample_prompts, data.tokenizer
+def prompts_of(config: Config, data: OpenedData) -> dict[str, list[int]]:
+    """The texts to continue, and their tokens, at least one; none where the tokenizer of the data is not known.
+    UserError for a prompt that it cannot encode."""
+    asked, tokenizer, part = config.train.sample_prompts, data.tokenizer, data.train.parts[0]
     if tokenizer is None and asked:
         remedy = "leave it out, or name the tokenizer that made the token files: tokenizer=NAME_OR_FOLDER"
         raise UserError(Problem("train.sample_prompts", asked, "the tokenizer of this data is not known", remedy))
     if tokenizer is None or config.train.sample_tokens == 0:
-        return []
-    part = data.train.parts[0]
+        return {}
     # An empty prompt stands for an end of document, or where the tokenizer knows none for the first token of the data.
     end = tokenizer.end_of_document
     start = [int(part.file.tokens[part.first])] if end is None else [end]
 
-    def prompt(text: str) -> Prompt:
+    def prompt(text: str) -> tuple[str, list[int]]:
         try:
-            return Prompt(text, tokenizer.encode(text) or start)
+            return text, tokenizer.encode(text) or start
         except UserError as error:
             remedy = "begin with symbols of the training text, or use tokenizer=byte"
             raise UserError(Problem("train.sample_prompts", text, error.problems[0].rule, remedy)) from error
 
-    return collect_all(prompt, [PROMPTS.get(config.data.source, "")] if asked is None else asked)
+    return dict(collect_all(prompt, [PROMPTS.get(config.data.source, "")] if asked is None else asked))
 
 
 @torch.no_grad()
@@ -148,18 +133,16 @@ def sample(
     rows: int | None = None,
     go_on: Callable[[], bool] = lambda: True,
 ) -> list[list[int]]:
-    """The `count` tokens that follow each of the `prompts` (of at least one token).
+    """The `count` tokens that follow each of the `prompts` (of at least one token), on all ranks of a model.
 
-    All ranks of a model must call it; each returns the tokens, which the end of the pipeline draws. A compiled model
-    sees one shape only: `rows` windows of `seq_length` at a time. Without `rows` there are as many windows as prompts,
-    no longer than needed. Whatever stands behind the newest token cannot reach it. `go_on`, equal on all ranks, is
-    asked before each token; once it is false no text grows any more.
+    A compiled model sees one shape only: `rows` windows of `seq_length` at a time. Without `rows` there are as many
+    windows as prompts, no longer than needed. Once `go_on`, asked before each token and equal on all ranks, is false,
+    no text grows any more.
     """
     length, at_once = seq_length, rows or max(len(prompts), 1)
     if rows is None:
-        unit = WINDOW * context.layout.tp * context.layout.cp  # which split a window
-        longest = max((len(prompt) for prompt in prompts), default=0) + count
-        length = min(seq_length, -(-longest // unit) * unit)
+        unit, longest = WINDOW * context.layout.tp * context.layout.cp, max(map(len, prompts), default=0) + count
+        length = min(seq_length, -(-longest // unit) * unit)  # tp and cp split a window
     texts, groups = [list(prompt) for prompt in prompts], training.chunks[0].context
     share = CpShard() if groups is None else groups.share
     with training.evaluating():

@@ -7,13 +7,17 @@ start makes up for the evaluation.
 """
 
 import gc
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import takewhile
 from typing import NamedTuple
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from megalite.config.step_plan import planned_steps
 from megalite.data.batches import StepBatches, TrainBatches, validation_batches
@@ -25,9 +29,8 @@ from megalite.optim.schedule import learning_rate
 from megalite.pipeline.simulator import Span
 from megalite.train.build import data_share
 from megalite.train.evaluate import evaluate, sample
-from megalite.train.history import PIPELINE
-from megalite.train.metrics import Meter, StepMetrics
-from megalite.train.profile import profiled_step
+from megalite.train.history import PIPELINE, StepPart
+from megalite.train.metrics import Meter
 from megalite.train.replicas import check_replicas
 from megalite.train.saving import Saver, TrainingStoppedError
 from megalite.train.setup import Job
@@ -35,20 +38,8 @@ from megalite.train.step import PendingMetrics, TrainStep
 
 # An accelerator runs ahead of the host: its metrics are read one step late. A CPU's are there at once.
 LATENESS = {"cpu": 0, "cuda": 1}
+PROFILES, ROWS = "profile", 30  # the folder in a run's, and rows of its tables
 BROKEN_OFF = "asked to stop: the {} after step {} is broken off, nothing of it is recorded"
-RANKS_EVERY = 50  # records between two moments at which ranks gather their measurements, at most
-
-
-class Hook(NamedTuple):
-    """A function to call with the step after every `every`-th step (0: never), once the metrics are read."""
-
-    every: int
-    function: Callable[[int], None]
-    after_last: bool = False  # after the last step, too
-    pauses: bool = True  # it takes time that counts in no step
-
-    def is_due(self, step: int, last: int) -> bool:
-        return (self.every > 0 and step % self.every == 0) or (self.after_last and step == last)
 
 
 class Launched(NamedTuple):
@@ -77,7 +68,8 @@ def train(job: Job, saver: Saver) -> None:
             data = next_batch(job, batches)
             while data is not None and not job.stopping:
                 step = job.begun_step = data.planned.step
-                due = [hook for hook in hooks if hook.is_due(step, config.train.steps)]
+                is_last = step == config.train.steps
+                due = [hook for every, at_end, hook in hooks if (at_end and is_last) or (every and step % every == 0)]
                 profiles = step in config.train.profile_steps and not data.planned.skipped
                 if profiles:
                     read(keep=0)
@@ -86,12 +78,10 @@ def train(job: Job, saver: Saver) -> None:
                     launched.append(launch(job, train_step, data, coming))
                     read(keep=0 if due or profiles else late)
                 for hook in due:
-                    hook.function(step)
+                    hook(step)
                 saver.report()
-                pauses = profiles or any(hook.pauses for hook in due)
-                if pauses or step % (RANKS_EVERY * config.train.log_interval) == 0:
+                if due or profiles:  # a pause, whose time counts in no step
                     meter.compare_ranks(job.log, job.hosts, step)
-                if pauses:
                     gc.collect()  # collection is off between pauses: it would stop ranks at different times
                     clock.restart()
                 data = coming
@@ -105,14 +95,15 @@ def train(job: Job, saver: Saver) -> None:
     meter.compare_ranks(job.log, job.hosts, job.progress.step)
 
 
-def hooks_of(job: Job, saver: Saver) -> list[Hook]:
-    """The hooks of a run, in the order in which they are called."""
-    train, evaluates = job.config.train, job.evaluation_interval > 0
+def hooks_of(job: Job, saver: Saver) -> list[tuple[int, bool, Callable[[int], None]]]:
+    """The functions to call with the step after every so many steps (0: never), in their order, and whether they are
+    called after the last step, too."""
+    train, interval = job.config.train, job.evaluation_interval
     return [
-        Hook(train.check_replicas_every, partial(check_replicas, job.training, job.context), pauses=False),
-        Hook(job.evaluation_interval, partial(evaluate_model, job), after_last=evaluates),
-        Hook(job.config.checkpoint.interval, saver.save, after_last=True),
-        Hook(train.sample_interval, partial(sample_text, job), after_last=bool(job.prompts)),
+        (train.check_replicas_every, False, partial(check_replicas, job.training, job.context)),
+        (interval, interval > 0, partial(evaluate_model, job)),
+        (job.config.checkpoint.interval, True, saver.save),
+        (train.sample_interval, True, partial(sample_text, job)),
     ]
 
 
@@ -144,7 +135,7 @@ def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatch
             data.microbatches,
             data.local_tokens,
             lr,
-            stop=job.stop_is_requested,
+            stop=job.stop.requested is not None,
             refused=bool(job.problems),
             next_local_tokens=None if coming is None or coming.planned.skipped else coming.local_tokens,
         )
@@ -153,24 +144,19 @@ def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatch
     return Launched(data, lr, metrics)
 
 
-def read_metrics(job: Job, pending: PendingMetrics) -> StepMetrics:
-    """The metrics of a step, once the device is done. UserError on all ranks where the input of one was refused."""
-    metrics = pending.read()
-    if not job.under_way:
-        job.context.set_timeout(after_report_s(job.config.parallel.timeout_s))
-        job.under_way = True
-    if metrics.refused:
-        all_ranks_or_raise(job.context, partial(refuse, job.problems))
-    job.stopping = job.stopping or metrics.stop
-    return metrics
-
-
 def account(job: Job, saver: Saver, meter: Meter, launched: Launched) -> None:
-    """Read the metrics of a step, which waits for the device, and let them count for the run."""
+    """Read the metrics of a step, which waits for the device, and let them count for the run. UserError on all ranks
+    where the input of one was refused."""
     (data, lr, pending), progress, train = launched, job.progress, job.config.train
-    metrics = None if pending is None else read_metrics(job, pending)
-    step = progress.step = data.planned.step
-    progress.samples = data.planned.first + data.planned.sequences
+    metrics, step = None if pending is None else pending.read(), data.planned.step
+    if metrics is not None:
+        if not job.under_way:
+            job.context.set_timeout(after_report_s(job.config.parallel.timeout_s))
+            job.under_way = True
+        if metrics.refused:
+            all_ranks_or_raise(job.context, partial(refuse, job.problems))
+        job.stopping = job.stopping or metrics.stop
+    progress.step, progress.samples = step, data.planned.first + data.planned.sequences
     if metrics is None:
         job.log.event("skipped_on_request", step)
     elif metrics.batch_tokens == 0:  # neither applied nor bad
@@ -178,13 +164,13 @@ def account(job: Job, saver: Saver, meter: Meter, launched: Launched) -> None:
         job.log.event("empty", step)
     else:
         progress.count(metrics, job.config.optimizer.min_loss_scale)
-        metrics.step, metrics.lr, metrics.tokens, metrics.bad_steps = step, lr, progress.tokens, progress.bad_steps
-        meter.add(metrics, data)
+        meter.add(metrics, data, lr)
         if metrics.skipped:
             words = {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "loss_scale": metrics.loss_scale}
             job.log.event("skipped", step, **words)
-    if (step % train.log_interval == 0 or step == train.steps) and (measured := meter.measured()) is not None:
-        job.log.add(measured.to_json())
+    is_due = step % train.log_interval == 0 or step == train.steps
+    if is_due and (line := meter.line(tokens=progress.tokens, bad_steps=progress.bad_steps)) is not None:
+        job.log.add(line)
     if metrics is not None and (bad := progress.bad_steps_in_a_row) >= train.max_bad_steps:
         raise TrainingStoppedError(
             f"loss or gradient was not finite in {several(bad, 'step')} in a row (now step {step}: loss "
@@ -228,7 +214,7 @@ def sample_text(job: Job, step: int) -> None:
     texts = sample(
         job.training,
         job.context,
-        [prompt.tokens for prompt in job.prompts],
+        [*job.prompts.values()],
         train.sample_tokens,
         seq_length=train.seq_length,
         seed=job.config.seed,
@@ -239,4 +225,42 @@ def sample_text(job: Job, step: int) -> None:
         job.log.note(BROKEN_OFF.format("sample of text", step))
         return
     for prompt, tokens in zip(job.prompts, texts, strict=True):
-        job.log.event("sample", step, prompt=prompt.text, text=tokenizer.decode(tokens))
+        job.log.event("sample", step, prompt=prompt, text=tokenizer.decode(tokens))
+
+
+@contextmanager
+def profiled_step(job: Job, step: int) -> Iterator[None]:
+    """Profile the step that happens inside, up to the reading of its metrics (train.profile_steps). Such a step waits
+    for its device and takes longer than others.
+
+    Each rank leaves two files, or a warning: `step-00000012-rank-00003.trace.json.gz`, which ui.perfetto.dev opens,
+    with the step and its parts (metrics.py) as labelled ranges, and a `.txt`, a table of the costliest operations.
+    """
+    clock, cuda, label = job.training.clock, job.context.device.type == "cuda", ExitStack()
+    thread, unheard = threading.get_ident(), clock.listener
+
+    def begin(part: StepPart) -> None:
+        """The part that was open ends. Another thread's view of it (autograd's) is not the step's."""
+        if threading.get_ident() == thread:
+            label.close()
+            label.enter_context(record_function(f"part: {part}"))
+
+    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as record:
+        clock.listener = begin
+        with record_function("train step"), label:
+            clock.restart()
+            yield
+            job.training.gather.finish()  # torch notes a transfer's end where its record was, freed or not
+            if cuda:
+                torch.cuda.synchronize(job.context.device)
+        clock.listener = unheard
+    path = job.folder.path / PROFILES / f"step-{step:08d}-rank-{job.context.rank:05d}"
+    try:
+        path.parent.mkdir(exist_ok=True)
+        record.export_chrome_trace(f"{path}.trace.json.gz")
+        table = record.key_averages().table(sort_by=f"self_{'device' if cuda else 'cpu'}_time_total", row_limit=ROWS)
+        path.with_suffix(".txt").write_text(f"{table}\n")
+    except OSError as error:
+        job.log.note(f"warning: the profile of step {step} could not be kept: {error}")
+    else:
+        job.log.event("profile", step, folder=str(path.parent))

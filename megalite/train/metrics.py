@@ -1,17 +1,15 @@
 """The metrics of a step, from the device to metrics.jsonl, and what a rank measures while it trains.
 
-The speed is the tokens of training steps over the time of training steps by the step's clock, on CUDA the device's: the
-host reads metrics late, several steps' at once. Evaluations, samples and checkpoints lie between steps and count
-nowhere. A step that is not applied counts, as it is computed.
+The speed is the tokens of training steps over the time of training steps by the step's clock. Evaluations, samples and
+checkpoints lie between steps and count nowhere. A step that is not applied counts, as it is computed.
 
 The clock waits for nothing. Training calls it whenever another part of the step begins (`switch`) and whenever a step
 ends (`lap`). On a CPU the clock looks at the time then. On CUDA it leaves an event in the stream: the times are the
-device's own, waits for the host included, and are read when the step is known to be done. Sums over tensor-parallel
-ranks happen inside layers: they are part of `forward` and `backward`.
+device's own and are read when the step is known to be done. Sums over tensor-parallel ranks happen inside layers: they
+are part of `forward` and `backward`.
 
-Ranks that hold the same stage of the pipeline compute alike, so a rank that takes much longer than half of them has a
-reason of its own: a hot or throttled device, a busy host. In a tensor-parallel group a slow rank slows all of its
-group, which stands out among other groups.
+Ranks of one stage of the pipeline compute alike, so a rank that takes much longer than half of them has a reason of its
+own: a hot device, a busy host. A slow rank slows all of its tensor-parallel group, which stands out among other groups.
 """
 
 import resource
@@ -33,58 +31,29 @@ from megalite.data.batches import StepBatches
 from megalite.launch.context import ParallelContext
 from megalite.model.flops import flops_per_token, peak_flops
 from megalite.moe.balance import in_numbers
-from megalite.train.history import STEP_PARTS, StepPart
-from megalite.train.run_log import RunLog
+from megalite.train.history import STEP_PARTS, Record, RunLog, StepPart
 
 GIB = 1 << 30
-RECORDED = (  # fields of StepMetrics that metrics.jsonl holds, in this order
-    *("step", "tokens", "loss", "lr", "grad_norm", "tokens_per_s", "mean_tokens_per_s", "step_time_s", "training_s"),
-    *("memory_gib", "data_wait_share", "time_split", "mfu", "mfu_causal", "bad_steps", "loss_scale", "cuts", "moe"),
-)
-OF_SOME_RUNS = ("loss_scale", "cuts", "moe")  # left out of the line where they are None
 TimeSplit = dict[StepPart, float]  # seconds of this rank, by part of a step
+NO_TIME: TimeSplit = dict.fromkeys(STEP_PARTS, 0.0)
 OWN: tuple[StepPart, ...] = ("forward", "backward", "optimizer")  # what a rank does without waiting for others
 SLOW = 1.3  # times as long as the median of its stage
 FEWEST, MOST = 5, 50  # steps to judge by: the newest
 
 
-@dataclass
+@dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step. Raw numbers: nats, seconds, tokens, shares of 1; None is "not known here"."""
+    """One optimizer step: nats, seconds, tokens; equal on every rank but for the time split."""
 
-    # From the step, equal on every rank but for the time split.
     loss: float
     grad_norm: float
     batch_tokens: int  # unmasked tokens of the global batch
     skipped: bool  # nothing was updated: loss or gradient was not finite, there was no token, or input was refused
     stop: bool  # some rank was asked to stop
     refused: bool  # some rank's input was refused, it computed with nothing
-    loss_scale: float | None = None  # of fp16: what the loss was multiplied by before backward
+    loss_scale: float | None = None  # of fp16: the loss was multiplied by it before backward
     routing: torch.Tensor | None = None  # [layers with experts, 2 E + 5] of moe/balance.py, in host memory
-    time_split: TimeSplit = field(default_factory=dict)
-
-    # From the loop.
-    step: int = 0
-    tokens: int = 0  # trained on since step 0
-    lr: float = 0.0
-    bad_steps: int = 0  # of the whole run: not applied because loss or gradient was not finite
-
-    # From the meter, means over the steps since the record before, as is then the time split.
-    tokens_per_s: float = 0.0
-    mean_tokens_per_s: float = 0.0  # of the whole run
-    step_time_s: float = 0.0
-    training_s: float = 0.0  # of all steps of the run
-    memory_gib: float = 0.0
-    data_wait_share: float = 0.0  # of step_time_s
-    mfu: float | None = None  # PaLM's formula: full attention, no recompute
-    mfu_causal: float | None = None
-    cuts: dict[str, int] | None = None  # microbatches of packed documents by their cut for cp
-    moe: dict[str, Any] | None = None  # of a model with experts (moe/balance.py, in_numbers)
-
-    def to_json(self) -> dict[str, Any]:
-        """The line of metrics.jsonl."""
-        line = {name: getattr(self, name) for name in RECORDED}
-        return {name: value for name, value in line.items() if value is not None or name not in OF_SOME_RUNS}
+    time_split: TimeSplit = field(default_factory=NO_TIME.copy)
 
 
 class StepClock:
@@ -92,11 +61,14 @@ class StepClock:
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
-        self._spare: list[Any] = []  # CUDA events of laps that were read
-        self.part: StepPart = "other"  # where time passes now
-        self.listener: Callable[[StepPart], object] | None = None  # called when a part begins: the profiler
+        self.listener: Callable[[StepPart], object] = lambda part: None  # called when a part begins: the profiler
+        self.restart()
+
+    def restart(self) -> None:
+        """Leave out the time since the last step (an evaluation, a checkpoint)."""
         self._marks: list[tuple[StepPart, Any]] = []  # the part that ended, and when
         self._began = self._now()
+        self._begin("other")
 
     def switch(self, part: StepPart) -> StepPart:
         """From now on time passes in `part`. Returns the part before."""
@@ -115,39 +87,29 @@ class StepClock:
         finally:
             self.switch(before)
 
-    def lap(self) -> Callable[[], dict[StepPart, float]]:
-        """A step ends here. What is returned gives the seconds of the step by part: call it once, and on CUDA not
-        before the device has come to this point."""
-        began, marks = self._began, [*self._marks, (self.part, self._now())]
+    def lap(self) -> Callable[[], TimeSplit]:
+        """A step ends here. What is returned gives the seconds of the step by part: on CUDA not to be called before the
+        device has come to this point."""
+        marks = [("other", self._began), *self._marks, (self.part, self._now())]
         self._marks, self._began = [], marks[-1][1]
         self._begin("other")
 
-        def read() -> dict[StepPart, float]:
-            split: dict[StepPart, float] = dict.fromkeys(STEP_PARTS, 0.0)
-            for (_, start), (part, end) in pairwise([("other", began), *marks]):
+        def read() -> TimeSplit:
+            split = NO_TIME.copy()
+            for (_, start), (part, end) in pairwise(marks):
                 split[part] += start.elapsed_time(end) / 1000 if self._cuda else end - start
-            if self._cuda:  # the last event is the beginning of the next lap
-                self._spare += [began, *(when for _, when in marks[:-1])]
             return split
 
         return read
 
-    def restart(self) -> None:
-        """Leave out the time since the last step (an evaluation, a checkpoint)."""
-        if self._cuda:
-            self._spare += [when for _, when in self._marks]
-        self._marks, self._began = [], self._now()
-        self._begin("other")
-
     def _begin(self, part: StepPart) -> None:
-        self.part = part
-        if self.listener is not None:
-            self.listener(part)
+        self.part: StepPart = part  # where time passes now
+        self.listener(part)
 
     def _now(self) -> Any:
         if not self._cuda:
             return perf_counter()
-        event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
@@ -169,44 +131,53 @@ class Meter:
         self._begin()
 
     def _begin(self) -> None:
-        """Sums over the steps since the last record begin anew."""
-        self._newest: StepMetrics | None = None
+        """Sums over the steps since the last line begin anew."""
+        self._newest: tuple[StepMetrics, int, float] | None = None  # and its number and learning rate
         self._steps, self._tokens, self._wait_s, self._cuts = 0, 0, 0.0, Counter[str]()
-        self._split: TimeSplit = dict.fromkeys(STEP_PARTS, 0.0)
-        self._routing: torch.Tensor | None = None
+        self._split, self._routing = NO_TIME, torch.zeros(())
 
-    def add(self, metrics: StepMetrics, data: StepBatches) -> None:
+    def add(self, metrics: StepMetrics, data: StepBatches, lr: float) -> None:
         """A step is done."""
-        self._newest = metrics
+        self._newest = metrics, data.planned.step, lr
         self._steps += 1
         self._tokens += data.planned.sequences * self._seq_length
         self._wait_s += data.wait_s
         self._cuts.update(it.plan.cut for it in data.microbatches if it.plan and it.documents is not None)
         self._split = {part: self._split[part] + spent for part, spent in metrics.time_split.items()}
         if metrics.routing is not None and not metrics.skipped:
-            self._routing = metrics.routing if self._routing is None else self._routing + metrics.routing
+            self._routing = self._routing + metrics.routing
         self._whole_s.append(sum(metrics.time_split.values()))
         self._own_s.append(sum(metrics.time_split[part] for part in OWN))
 
-    def measured(self) -> StepMetrics | None:
-        """The newest step with what was measured since the last record; None where there is no step since then."""
-        metrics, seconds = self._newest, sum(self._split.values())
-        if metrics is None:
+    def line(self, *, tokens: int, bad_steps: int) -> Record | None:
+        """The line of metrics.jsonl: the newest step, and means over the steps since the line before. None where there
+        is no step since then. `tokens` and `bad_steps` of the whole run: trained on, and not applied."""
+        if self._newest is None:
             return None
+        (metrics, step, lr), seconds = self._newest, sum(self._split.values())
         self._run_s, self._run_tokens = self._run_s + seconds, self._run_tokens + self._tokens
-        metrics.tokens_per_s = self._tokens / seconds if seconds else 0.0
-        metrics.mean_tokens_per_s = self._run_tokens / self._run_s if self._run_s else 0.0
-        metrics.step_time_s, metrics.training_s = seconds / self._steps, self._run_s
-        metrics.memory_gib = memory_gib(self._context.device)
-        metrics.data_wait_share = min(1.0, self._wait_s / seconds) if seconds else 0.0
-        if self._peak is not None:
-            of_peak = metrics.tokens_per_s / (self._peak * self._context.world_size)
-            metrics.mfu, metrics.mfu_causal = (of_peak * flops for flops in self._flops)
-        metrics.cuts = dict(self._cuts) or None
-        metrics.moe = None if self._routing is None else in_numbers(self._routing)
-        metrics.time_split = {part: round(spent / self._steps, 6) for part, spent in self._split.items()}
+        of_peak = None if self._peak is None else self._tokens / seconds / (self._peak * self._context.world_size)
+        line = {
+            "step": step,
+            "tokens": tokens,
+            "loss": metrics.loss,
+            "lr": lr,
+            "grad_norm": metrics.grad_norm,
+            "tokens_per_s": self._tokens / seconds,
+            "mean_tokens_per_s": self._run_tokens / self._run_s,  # of the whole run
+            "step_time_s": seconds / self._steps,
+            "training_s": self._run_s,  # of all steps of the run
+            "memory_gib": memory_gib(self._context.device),
+            "data_wait_share": min(1.0, self._wait_s / seconds),
+            "time_split": {part: round(spent / self._steps, 6) for part, spent in self._split.items()},
+            "mfu": of_peak and of_peak * self._flops[0],  # PaLM's formula: full attention, no recompute
+            "mfu_causal": of_peak and of_peak * self._flops[1],
+            "bad_steps": bad_steps,
+        }
+        moe = in_numbers(self._routing) if self._routing.ndim else None
+        of_some_runs = {"loss_scale": metrics.loss_scale, "cuts": dict(self._cuts) or None, "moe": moe}
         self._begin()
-        return metrics
+        return line | {name: value for name, value in of_some_runs.items() if value is not None}
 
     def compare_ranks(self, log: RunLog, hosts: Sequence[str], step: int) -> None:
         """Record peak memory in GiB and seconds of computing in a step by rank, and which ranks are slow.
@@ -220,13 +191,11 @@ class Meter:
         gathered = context.gather_json([round(memory_gib(context.device), 3), round(own, 6)])
         memory, compute = ([found[at] for found in gathered] for at in (0, 1))
         log.event("ranks", step, memory_gib=memory, compute_s=compute)
-        if len(self._own_s) < FEWEST:
-            return
         stages = [context.layout.coordinates(rank)["pp"] for rank in range(context.world_size)]
-        for rank, times in stragglers(compute, stages).items():
-            share = (
-                compute[rank] * (1 - 1 / times) / statistics.median(self._whole_s)
-            )  # of a step, that it is longer by
+        slow = stragglers(compute, stages) if len(self._own_s) >= FEWEST else {}
+        for rank, times in slow.items():
+            # Share of a step that it is longer by.
+            share = compute[rank] * (1 - 1 / times) / statistics.median(self._whole_s)
             log.event("straggler", step, rank=rank, times=round(times, 2), share=round(share, 3), host=hosts[rank])
 
 

@@ -21,24 +21,18 @@ from megalite.model.routers import Routers
 from megalite.optim.buffers import ranges_of
 from megalite.optim.optimizer import slices_of
 from megalite.train.build import Training
+from megalite.train.saving import TrainingStoppedError
 
 CHUNK = 1 << 22  # elements hashed at a time: bounds the int64 copy
 MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed 64-bit number: Fibonacci hashing
 
 
-class ReplicaMismatchError(RuntimeError):
-    """Ranks that should hold the same parameters do not."""
-
-
 def check_replicas(training: Training, context: ParallelContext, step: int) -> None:
-    """Raise ReplicaMismatchError, the same on all ranks of the world, unless all replicas hold equal state.
-
-    All ranks call it at the same step.
-    """
+    """TrainingStoppedError, the same on all ranks of the world, unless all replicas hold equal state; collective."""
     found = {rank for parts, group in _replicas(training, context) for rank in different_ranks(parts, group)}
     different = sorted({rank for of_rank in context.gather_json(sorted(found)) for rank in of_rank})
     if different:
-        raise ReplicaMismatchError(
+        raise TrainingStoppedError(
             f"step {step}: parameters or moments of ranks {different} differ from those of ranks that should hold the "
             "same. Something changed them outside of training (bad memory, a faulty collective). Start again to "
             "continue from the newest checkpoint, without the hosts of these ranks if it happens again."
@@ -50,8 +44,8 @@ def _replicas(training: Training, context: ParallelContext) -> Iterator[tuple[li
     buffers = training.buffers
     training.gather.finish()
     slices = [buffers.masters, *slices_of(training.optimizer.state()).values()]
-    replicas: tuple[tuple[Kind, str], ...] = (("dense", "dp-cp"), ("expert", "edp"))
-    for kind, axes in replicas:
+    axes_of: dict[Kind, str] = {"dense": "dp-cp", "expert": "edp"}
+    for kind, axes in axes_of.items():
         numbers = [at for at, bucket in enumerate(buffers.layout.buckets) if bucket.buffer.kind == kind]
         if numbers:
             yield [buffers.parameter_buckets[at] for at in numbers], context.group(axes)

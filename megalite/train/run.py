@@ -8,14 +8,12 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from megalite.config.durable_files import private_files, write_atomically
-from megalite.config.own_files import STATUS
+from megalite.config.durable_files import STATUS, private_files, write_atomically
 from megalite.config.schema import Config
 from megalite.config.user_files import absolute
 from megalite.data.open import TokenFiles, note_changed_files
@@ -27,11 +25,9 @@ from megalite.launch.host import end_compile_workers
 from megalite.launch.signals import StopSignals, stop_request
 from megalite.launch.watchdog import Doing, Watchdog, find_cause, is_broken_link
 from megalite.train.build import ReadWeights, open_context
-from megalite.train.history import Note
+from megalite.train.history import Note, RunLog, View
 from megalite.train.loop import train
-from megalite.train.replicas import ReplicaMismatchError
-from megalite.train.run_log import RunLog, View
-from megalite.train.saving import Saver, TakenOverError, TrainingStoppedError
+from megalite.train.saving import Saver, TrainingStoppedError
 from megalite.train.setup import Job, open_training_data, set_up
 
 JOB_BEGAN = "MEGALITE_JOB_BEGAN"  # seconds since the epoch
@@ -48,48 +44,30 @@ class StatusFile:
     it has built its model, writes nothing. A batch script that exports JOB_BEGAN judges its time limit by three more
     fields: steps that this start has `gained`, `start_up_s` from JOB_BEGAN on, and `step_s`, the mean of these steps
     with their saves and evaluations, null before the first save. An exit status cannot tell these apart: torchrun's is
-    1 after a stop in which all ranks ended in order.
-
-    Rank 0 writes it; on other ranks, and without a path, nothing happens.
+    1 after a stop in which all ranks ended in order. Without a path nothing is written.
     """
 
     def __init__(self, path: str | None, run_dir: Path, steps: int) -> None:
         self._path, self._fixed = Path(absolute(path)) if path else None, {"steps": steps, "run_dir": str(run_dir)}
-        self._first = self._step = 0
-        self._trains_s = 0.0  # since the epoch
-        self.is_running = False
+        self.state, self._first, self._step, self._trains_s = "", 0, 0, 0.0
 
-    def begin(self, step: int) -> None:
-        """Training begins after `step`. UserError where the file cannot be written."""
-        self._first, self._step, self._trains_s = step, step, time.time()
-        try:
-            self._write("running")
-        except OSError as error:
-            remedy = "a file in a folder where you may write, on a disk with room"
-            raise UserError(Problem("launch.status_file", str(self._path), f"{error.strerror}", remedy)) from error
-        self.is_running = True
-
-    def saved(self, step: int) -> None:
-        """The checkpoint of `step` is complete."""
-        self._step = step
-        with suppress(OSError):
-            self._write("running")
-
-    def end(self, state: str, by: str | None = None) -> None:
-        """The start has stopped, finished or failed."""
-        self.is_running = False
-        with suppress(OSError):  # the scheduler's script sees the old state, and the run is saved
-            self._write(state, by)
-
-    def _write(self, state: str, by: str | None = None) -> None:
-        if self._path is None:
-            return
+    def write(self, state: str, step: int | None = None, by: str | None = None) -> None:
+        """The state from now on, and the step if one was saved. UserError where the first one cannot be written."""
+        begins, self.state, self._step = not self.state, state, self._step if step is None else step
+        if begins:
+            self._first, self._trains_s = self._step, time.time()
         status = {"state": state, "step": self._step, **self._fixed, **({"by": by} if by else {})}
         if job_began := os.environ.get(JOB_BEGAN):
             gained = self._step - self._first
             status |= {"gained": gained, "start_up_s": round(self._trains_s - float(job_began), 1)}
             status["step_s"] = round((time.time() - self._trains_s) / gained, 3) if gained else None
-        write_atomically(self._path, (json.dumps(status) + "\n").encode(), STATUS)
+        try:
+            if self._path is not None:
+                write_atomically(self._path, (json.dumps(status) + "\n").encode(), STATUS)
+        except OSError as error:
+            if begins:  # later the script sees the old state, and the run is saved
+                self.state, remedy = "", "a file in a folder where you may write, on a disk with room"
+                raise UserError(Problem("launch.status_file", str(self._path), f"{error.strerror}", remedy)) from error
 
 
 class Companions(NamedTuple):
@@ -127,11 +105,11 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
                     log.note(f"preflight: {line}")
             data = open_training_data(config, context, environment, companions.prepare)
             with private_files():
-                job = set_up(config, context, environment, data, companions.read_weights, log, hosts)
+                job = set_up(config, context, data, companions.read_weights, log, hosts)
                 open_record(job, status, companions)
                 if job.finished:
                     return 0
-                saver = Saver(job, status.saved)
+                saver = Saver(job, lambda step: status.write("running", step))
                 left_s = None if minutes is None else began + 60 * minutes - time.monotonic()
                 with stop_request(left_s, "train.max_minutes") as job.stop:
                     return train_to_the_end(job, saver, status, watchdog)
@@ -147,8 +125,8 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
         ended = StopSignals.now is not None and StopSignals.now.ended
         end_compile_workers()
         log.close()
-        if status.is_running:
-            status.end("stopped" if ended else "failed", by="a signal before the first step" if ended else None)
+        if status.state == "running":
+            status.write("stopped" if ended else "failed", by="a signal before the first step" if ended else None)
         if job is not None:
             job.folder.close()
         context.close(failed=failed or ended)
@@ -156,23 +134,23 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
 
 def open_record(job: Job, status: StatusFile, companions: Companions) -> None:
     """Open the files that tell of this start; where nothing is left to do, say so. A refusal leaves no new folder."""
-    step = job.progress.step
+    step, context, log = job.progress.step, job.context, job.log
     try:
-        all_ranks_or_raise(job.context, lambda: status.begin(step))
+        all_ranks_or_raise(context, lambda: status.write("running", step))
         if job.finished:
-            status.end("finished")
+            status.write("finished")
             job.folder.withdraw()
-            job.log.note(f"already finished: step {step} of {job.config.train.steps}")
+            log.note(f"already finished: step {step} of {job.config.train.steps}")
             return
-        all_ranks_or_raise(job.context, lambda: job.log.open(job, companions.open_views))
+        all_ranks_or_raise(context, lambda: log.open(job, companions.open_views))
     except UserError:
         job.folder.withdraw()
         raise
-    if job.context.rank == 0:  # the others ask neither git nor the packages for their versions
-        note_changed_files([part.file for part in job.data.train.parts], job.folder.path, job.log.note)
-        job.log.event("start" if job.resumed_from is None else "resume", step, **companions.about(job))
+    if context.rank == 0:  # the others ask neither git nor the packages for their versions
+        note_changed_files([part.file for part in job.data.train.parts], job.folder.path, log.note)
+        log.event("start" if job.resumed_from is None else "resume", step, **companions.about(job))
         if job.config.train.sample_interval > 0 and job.config.train.sample_tokens > 0 and not job.prompts:
-            job.log.note("no samples of text: the tokenizer of these tokens is not known")
+            log.note("no samples of text: the tokenizer of these tokens is not known")
 
 
 def train_to_the_end(job: Job, saver: Saver, status_file: StatusFile, watchdog: Watchdog) -> int:
@@ -180,40 +158,46 @@ def train_to_the_end(job: Job, saver: Saver, status_file: StatusFile, watchdog: 
     gc.collect()
     gc.freeze()
     gc.disable()
+    words: list[str] = []
     try:
         watchdog.doing = job.doing
         train(job, saver)
     except Exception as error:
-        is_said = isinstance(error, TrainingStoppedError | ReplicaMismatchError)  # in full, and known to all ranks
-        if is_said:
+        job.log.write(f"failed at step {job.progress.step + 1}\n{traceback.format_exc()}", "ERROR")
+        is_known = isinstance(error, TrainingStoppedError)  # to all ranks, and its message says all
+        if is_known:
             saver.close()
-        job.log.error(job.progress.step, "".join(traceback.format_exception(error)))
-        if not isinstance(error, TakenOverError):  # else the folder is another job's
-            message = str(error) if is_said or isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        if job.folder.lost() is None:  # else it is another job's
+            message = str(error) if is_known or isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             status = 2 if isinstance(error, UserError) else 1
             job.log.event("failed", job.progress.step, status=status, message=message)
-        if not is_said:  # a UserError is said by the launcher
+        if not is_known:  # a UserError is said by the launcher
             raise
-        if job.context.rank == 0:
-            to_stderr(f"megalite: stopped: {error}")
-        return 1
+        words.append(f"stopped: {error}")
+    else:
+        words += end_of(job, saver, status_file)
     finally:
         watchdog.stop()
         gc.enable()
-    step, asked, words = job.progress.step, job.stop.requested if job.stop else None, []
-    by = (asked or "a signal to another rank") if job.stopping and not job.complete else None
-    status = 0 if saver.saved_step == step else 1
-    status_file.end("failed" if status else "stopped" if by else "finished", by)
-    job.log.event("stopped" if by else "finished", step, status=status, **({"by": by} if by else {}))
-    if status:
+    for line in words if job.context.rank == 0 else ():
+        to_stderr(f"megalite: {line}")
+    return 0 if status_file.state in ("stopped", "finished") else 1
+
+
+def end_of(job: Job, saver: Saver, status_file: StatusFile) -> list[str]:
+    """Record how training ended; what the user must know of it."""
+    step, words = job.progress.step, list[str]()
+    by = job.stop.requested or "a signal to another rank" if job.stopping and not job.complete else None
+    saved = saver.saved_step == step
+    status_file.write(("stopped" if by else "finished") if saved else "failed", by=by)
+    job.log.event("stopped" if by else "finished", step, status=int(not saved), **({"by": by} if by else {}))
+    if not saved:
         kept = "there is no checkpoint" if saver.saved_step is None else f"the newest is of step {saver.saved_step}"
         words.append(f"the state of step {step} is not saved; {kept}")
     if count := job.progress.bad_steps_in_a_row:
         bad = f"{several(count, 'bad step')}: loss or gradient was not finite, nothing was applied"
         words.append(f"the run ends with {bad}. {saver.advise()}.")
-    for line in words if job.context.rank == 0 else ():
-        to_stderr(f"megalite: {line}")
-    return status
+    return words
 
 
 def report_cause(error: Exception, context: ParallelContext, job: Job | None) -> None:

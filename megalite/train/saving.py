@@ -1,8 +1,7 @@
 """The state of a run: what a checkpoint holds, and the saver, which writes it when it is due.
 
-A checkpoint holds named logical tensors and a handful of numbers. Masters, the optimizer's state and (where they differ
-from the masters) parameters have a tensor each under their logical name. Learning rate, data order and dropout masks
-are functions of the step, so the step is all there is besides.
+A checkpoint holds named logical tensors (masters, the optimizer's state, parameters where they differ from the masters)
+and a handful of numbers. Learning rate, data order and dropout masks are functions of the step.
 
 When a save fails, training goes on, and the last checkpoint stays. A run whose weights or moments are not finite has
 failed and is not saved. Finite weights are trusted only after a later step was applied, because that step's loss was
@@ -16,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -28,6 +27,7 @@ from megalite.checkpoint.background import BackgroundSaves
 from megalite.checkpoint.commit import STATE, committed
 from megalite.checkpoint.pieces import Piece, boxes
 from megalite.checkpoint.reading import Found
+from megalite.checkpoint.run_folder import RunFolder
 from megalite.checkpoint.store import CheckpointError, Saved, save
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain
@@ -39,17 +39,13 @@ from megalite.model.routers import Routers
 from megalite.optim.optimizer import slices_of
 from megalite.optim.rank_buffers import bytes_of_element
 from megalite.train.build import Training
-from megalite.train.history import Seals
+from megalite.train.history import seals
 from megalite.train.metrics import StepMetrics
 
 if TYPE_CHECKING:
     from megalite.train.setup import Job
 
-_ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dtype
-ADVICE = (
-    "Try a lower optimizer.lr, a longer lr.warmup_steps, a smaller optimizer.clip_grad, precision=fp32, or look at the "
-    "data of these steps"
-)
+ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dtype: a resume rounds masters anew
 
 
 @dataclass
@@ -86,14 +82,14 @@ class DataState:
 
 @dataclass(frozen=True)
 class SavedState:
-    """A checkpoint's state.json, in which a reader may lack what has a default."""
+    """A checkpoint's state.json. Fields with a default may be missing there."""
 
     progress: Progress
     data: DataState
     config: dict[str, Any]
     loss_scale: list[float] | None = None
     tokenizer: dict[str, str] = field(default_factory=dict)  # hash of each file of its folder
-    record: dict[str, Any] = field(default_factory=dict)  # history.Seals: of the files of the record, as they were then
+    record: dict[str, Any] = field(default_factory=dict)  # seals of the files of the record, as they were then
     layout: dict[str, int] = field(default_factory=dict)
     torch: str = torch.__version__
 
@@ -107,16 +103,11 @@ def training_pieces(training: Training) -> list[Piece]:
     buffers, state = training.buffers, training.optimizer.state()
     kinds = {"master": buffers.masters, **slices_of(state)}
     if any(part is not master for part, master in zip(buffers.parameters, buffers.masters, strict=True)):
-        kinds[_ROUNDED] = buffers.parameters
+        kinds[ROUNDED] = buffers.parameters
     pieces = [piece for kind, slices in kinds.items() for piece in owned_pieces(f"{kind}.", buffers.owned, slices)]
     pieces += [Piece(name, (len(value),), (0,), value) for name, value in Routers(training.chunks).state()]
     numbers = [(name, number) for name, number in state.items() if isinstance(number, Tensor)]
     return pieces + [Piece(f"optimizer.{name}", (1,), (0,), number) for name, number in numbers]
-
-
-def is_rounded(name: str) -> bool:
-    """Whether a saved tensor is a master in the model's dtype: a resume rounds the master anew and does not read it."""
-    return name.startswith(f"{_ROUNDED}.")
 
 
 @torch.no_grad()
@@ -153,20 +144,12 @@ class TrainingStoppedError(RuntimeError):
     """The run cannot go on; the message, the same on all ranks, says why and what to try."""
 
 
-class TakenOverError(TrainingStoppedError):
-    """The run folder is another job's by now, or somewhere else."""
-
-
-class NotFiniteError(TrainingStoppedError):
-    """The state that was to be saved is of no use."""
-
-
 class Saver:
     """Writes the checkpoints of one run."""
 
     def __init__(self, job: "Job", saved: Callable[[int], object]) -> None:
         """`saved` is called with the step of each checkpoint that is complete."""
-        self._job, self._saved, self._seals = job, saved, Seals(job.folder.path)
+        self._job, self._saved = job, saved
         self.saved_step = job.resumed_from  # of the newest complete checkpoint, when no save is under way
         self._tried_step = job.resumed_from
         self._background = BackgroundSaves(job.context) if job.config.checkpoint.asynchronous else None
@@ -176,14 +159,15 @@ class Saver:
 
     def save(self, step: int) -> None:
         """Write the state after `step`, or begin to; a failure is reported, not raised."""
-        begun, self._tried_step = time.perf_counter(), step
-        with self._training_waits():
-            self.wait()
-            pieces, write = training_pieces(self._job.training), self._writer(step)
-            if self._background is not None:
-                self._under_way = step, self._background.begin(pieces, write, begun=begun)
-            else:
-                self._finish(step, lambda: write(pieces, self._job.context))
+        begun, job = time.perf_counter(), self._job
+        self.wait()
+        self._tried_step, job.saving = step, True
+        pieces, write = training_pieces(job.training), self._writer(step)
+        if self._background is not None:
+            self._under_way = step, self._background.begin(pieces, write, begun=begun)
+        else:
+            self._finish(step, lambda: write(pieces, job.context))
+        job.saving = False
 
     def save_last(self) -> None:
         """Save the state in which the run ends, unless the loop has tried that, and wait for it."""
@@ -194,14 +178,14 @@ class Saver:
     def wait(self) -> None:
         """Wait for the save under way: then `saved_step` is what is on disk. All ranks call it at the same point."""
         if self._under_way is not None:
-            (step, saving), self._under_way = self._under_way, None
-            with self._training_waits():
-                self._finish(step, saving.result)
+            (step, future), self._under_way, self._job.saving = self._under_way, None, True
+            self._finish(step, future.result)
+            self._job.saving = False
 
     def report(self) -> None:
         """Report the save under way if it has ended: this rank alone, which may know before others."""
-        saving = None if self._under_way is None else self._under_way[1]
-        if saving is not None and saving.done() and not isinstance(saving.exception(), TrainingStoppedError):
+        future = None if self._under_way is None else self._under_way[1]
+        if future is not None and future.done() and not isinstance(future.exception(), TrainingStoppedError):
             self.wait()
 
     def close(self) -> None:
@@ -213,70 +197,69 @@ class Saver:
                 self.report()
 
     def advise(self) -> str:
-        """For a run that ends with bad steps: which checkpoint holds good weights, and what to try; collective."""
+        """`advice` once no save is under way; collective."""
         self.wait()
-        folder, applied = self._job.folder.checkpoints, self._job.progress.last_applied
-
-        def kept() -> str:
-            steps = [step for step, _ in committed(folder)]
-            good, doubtful = ([step for step in steps if (step < applied) is is_good] for is_good in (True, False))
-            words = f"The checkpoint of step {good[0]} is intact" if good else "No checkpoint holds earlier weights"
-            moved = f"move those of steps {doubtful} out of {folder}" if good else "set another run_dir"
-            return f"{words}; to go on from there, {moved}" if doubtful else words
-
-        return f"{rank0_broadcast(self._job.context, kept)}. {ADVICE}"
+        return advice(self._job.folder, self._job.context, self._job.progress.last_applied)
 
     def _finish(self, step: int, result: Callable[[], Saved]) -> None:
         """Report what became of the save of `step`."""
+        log = self._job.log
         try:
             saved = result()
         except CheckpointError as error:
-            self._job.log.event("checkpoint_failed", self._job.progress.step, message=str(error))
+            log.event("checkpoint_failed", self._job.progress.step, message=str(error))
             return
-        except NotFiniteError as error:
-            raise TrainingStoppedError(f"{error} {self.advise()}.") from None
         self.saved_step = step
         self._saved(step)
-        times = {"seconds": round(saved.seconds, 3), "stall_s": round(saved.stall_s, 3)}
-        self._job.log.event("checkpoint", step, bytes=saved.bytes, **times)
-
-    @contextmanager
-    def _training_waits(self) -> Iterator[None]:
-        before, self._job.saving = self._job.saving, True
-        try:
-            yield
-        finally:
-            self._job.saving = before
+        seconds, stall_s = round(saved.seconds, 3), round(saved.stall_s, 3)
+        log.event("checkpoint", step, bytes=saved.bytes, seconds=seconds, stall_s=stall_s)
 
     def _writer(self, step: int) -> Callable[[Sequence[Piece], ParallelContext], Saved]:
         """The function that writes the checkpoint of this very step, whenever it is called."""
-        folder, keep, good_before = self._job.folder, self._job.config.checkpoint.keep, self._job.progress.last_applied
-        state = asdict(state_of(self._job)) | ({"record": self._seals()} if self._job.context.rank == 0 else {})
+        folder, keep, applied = self._job.folder, self._job.config.checkpoint.keep, self._job.progress.last_applied
+        state = asdict(state_of(self._job))
+        how: dict[str, Any] = {"labels": folder.labels, "lost": folder.lost, "good_before": applied}
 
         def write(pieces: Sequence[Piece], context: ParallelContext) -> Saved:
             ruined = [name for of_rank in context.gather_json(not_finite(pieces)[:1]) for name in of_rank]
             if ruined:
-                raise NotFiniteError(f"the state after step {step} is not finite ({ruined[0]}), so it is not saved.")
-            how: dict[str, Any] = {"labels": folder.labels, "lost": folder.lost, "good_before": good_before}
+                words = f"the state after step {step} is not finite ({ruined[0]}), so it is not saved"
+                raise TrainingStoppedError(f"{words}. {advice(folder, context, applied)}.")
             try:
                 return save(folder.checkpoints, step, pieces, state, context, keep, **how)
             except CheckpointError:
                 if why := context.broadcast_object(folder.lost()):
-                    message = f"the checkpoint of step {step} was not saved, and this job has ended: {why}"
-                    raise TakenOverError(message) from None
+                    words = f"the checkpoint of step {step} was not saved, and this job has ended"
+                    raise TrainingStoppedError(f"{words}: {why}") from None
                 raise
 
         return write
 
 
+def advice(folder: RunFolder, context: ParallelContext, applied: int) -> str:
+    """For a run that ends with bad steps, the newest good one being `applied`: which checkpoint holds good weights, and
+    what to try; collective."""
+
+    def kept() -> str:
+        steps = [step for step, _ in committed(folder.checkpoints)]
+        good, doubtful = ([step for step in steps if (step < applied) is is_good] for is_good in (True, False))
+        words = f"The checkpoint of step {good[0]} is intact" if good else "No checkpoint holds earlier weights"
+        moved = f"move those of steps {doubtful} out of {folder.checkpoints}" if good else "set another run_dir"
+        return f"{words}; to go on from there, {moved}" if doubtful else words
+
+    words = "Try a lower optimizer.lr, a longer lr.warmup_steps, a smaller optimizer.clip_grad, precision=fp32"
+    return f"{rank0_broadcast(context, kept)}. {words}, or look at the data of these steps"
+
+
 def state_of(job: "Job") -> SavedState:
     """The JSON part of a checkpoint."""
-    scale, layout = job.training.loss_scale, job.context.layout
+    scale, layout, is_first = job.training.loss_scale, job.context.layout, job.context.rank == 0
     return SavedState(
         job.progress,
         DataState(job.data.fingerprint, job.data.description),
         as_plain(job.config),
         loss_scale=None if scale is None else scale.state.tolist(),
         tokenizer=job.tokenizer_files,
+        record=seals(job.folder.path) if is_first else {},
         layout={axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "world_size")},
     )

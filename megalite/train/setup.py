@@ -4,22 +4,20 @@ process groups (run.py) -> data -> settings that follow from both -> run folder 
 the newest checkpoint. What one rank finds wrong, all ranks refuse together.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megalite.checkpoint.commit import CHECKPOINTS, STATE, committed
 from megalite.checkpoint.reading import Found, newest
 from megalite.checkpoint.run_folder import RunFolder, keep_tokenizer, require_room
 from megalite.config.layout import exchange_of
-from megalite.config.schema import Config, LearningRateConfig
+from megalite.config.schema import Config
 from megalite.config.settings import DERIVED, OPEN, as_plain, value_of, with_values
 from megalite.config.step_plan import samples_when_longer
-from megalite.config.user_files import as_record
 from megalite.data.open import OpenedData, TokenFiles, open_data
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
@@ -27,7 +25,6 @@ from megalite.launch.device import slow_precision
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.signals import StopSignals
 from megalite.launch.watchdog import SAVES, Doing
-from megalite.optim.schedule import learning_rate
 from megalite.train.build import (
     ReadWeights,
     Training,
@@ -36,10 +33,9 @@ from megalite.train.build import (
     fill_with_imported_values,
     fill_with_start_values,
 )
-from megalite.train.evaluate import Prompt, prompts_of
-from megalite.train.history import ENDS, EVENTS, METRICS, read_events, read_metrics
-from megalite.train.run_log import RunLog
-from megalite.train.saving import Progress, SavedState, is_rounded, state_bytes, training_pieces
+from megalite.train.evaluate import prompts_of
+from megalite.train.history import ENDS, EVENTS, METRICS, RunLog, read_events, read_metrics
+from megalite.train.saving import ROUNDED, Progress, SavedState, state_bytes, training_pieces
 
 
 @dataclass
@@ -51,7 +47,7 @@ class Job:
     data: OpenedData
     folder: RunFolder
     training: Training
-    prompts: list[Prompt]  # of the samples of text
+    prompts: dict[str, list[int]]  # of the samples of text, and their tokens
     hosts: list[str]  # where each rank runs
     log: RunLog
     progress: Progress = field(default_factory=Progress)
@@ -59,12 +55,12 @@ class Job:
     # From the checkpoint that the run continues from, and from the records beside it.
     resumed_from: int | None = None  # step of the checkpoint
     tokenizer_files: dict[str, str] = field(default_factory=dict)  # name -> hash
-    seals: dict[str, Any] = field(default_factory=dict)  # history.Seals of the files of the record
+    seals: dict[str, Any] = field(default_factory=dict)  # of the files of the record
     measured: dict[str, Any] = field(default_factory=dict)  # the newest line of a step
     finished: bool = False  # an earlier start has done and recorded everything: this one leaves the folder as it is
 
     # Where this start stands.
-    stop: StopSignals | None = None
+    stop: StopSignals = field(default_factory=StopSignals)
     stopping: bool = False  # all ranks know that one of them was asked to stop
     problems: list[Problem] = field(default_factory=list)  # of the input that this rank has read: no step is applied
     under_way: bool = False  # the first step is done: from now on no rank is late for a good reason
@@ -72,15 +68,9 @@ class Job:
     begun_step: int = 0
     evaluated_step: int = -1  # the newest one
 
-    @property
-    def stop_is_requested(self) -> bool:
-        """Whether this rank was asked to stop."""
-        return self.stop is not None and self.stop.requested is not None
-
     def go_on(self) -> bool:
         """Whether no rank was asked to stop; collective, one small all-reduce on the host."""
-        asked = [True] if self.stop_is_requested else []
-        self.stopping = self.stopping or any(self.context.gather_json(asked))
+        self.stopping = self.stopping or any(self.context.gather_json([True] if self.stop.requested else []))
         return not self.stopping
 
     @property
@@ -111,34 +101,26 @@ class Job:
 
 
 def set_up(
-    config: Config,
-    context: ParallelContext,
-    environment: ProcessEnvironment,
-    data: OpenedData,
-    read_weights: ReadWeights,
-    log: RunLog,
-    hosts: Sequence[str],
+    config: Config, context: ParallelContext, data: OpenedData, read_weights: ReadWeights, log: RunLog, hosts: list[str]
 ) -> Job:
     """The run on this rank: new, imported, or from the newest checkpoint in its folder."""
     vocabulary = {"model.vocab_size": config.model.vocab_size or data.vocab_size}
-    config = derive_device(with_values(config, vocabulary), context, environment, log.note)
-    path, weights = Path(config.run_dir), config.checkpoint.init_from
+    config = derive_device(with_values(config, vocabulary), context)
+    path, weights, tokenizer = Path(config.run_dir), config.checkpoint.init_from, data.tokenizer
     prompts = all_ranks_or_raise(context, lambda: prompts_of(config, data))
-    continues = rank0_broadcast(context, lambda: has_checkpoints(path))
-    if weights is not None and not continues:  # else nobody reads them
-        all_ranks_or_raise(context, lambda: read_weights(weights, config.model, None))  # checked at once, read later
     folder = RunFolder(path, context, config.resume, as_plain(config), data.fingerprint)
     try:
         for line in (*config.told, *folder.changes, *remarks(config, context)):
             log.note(line)
-        job = Job(config, context, data, folder, build_training(config, context), prompts, [*hosts], log)
+        training = build_training(config, context)
+        job = Job(config, context, data, folder, training, prompts, hosts, log)
         if (found := newest(folder.checkpoints, context, log.note)) is not None:
             restore(job, found)
         elif weights is not None:
-            buffers = job.training.buffers
-            all_ranks_or_raise(context, lambda: fill_with_imported_values(buffers, read_weights, config, context))
+            fill = partial(fill_with_imported_values, training.buffers, read_weights, config, context)
+            all_ranks_or_raise(context, fill)
         else:
-            fill_with_start_values(job.training.buffers, config, context)
+            fill_with_start_values(training.buffers, config, context)
         job.begun_step = job.progress.step
         job.evaluated_step, job.finished, job.measured = rank0_broadcast(context, lambda: examine_records(job))
         if not job.finished:
@@ -146,7 +128,7 @@ def set_up(
                 rank0_broadcast(context, lambda: require_room(folder.checkpoints, state_bytes(config)))
             derived = [name for name in config.derived if value_of(config, name) not in OPEN]
             folder.begin(context, as_plain(config) | {DERIVED: derived})
-        if (tokenizer := data.tokenizer) is not None:  # mended even if the run is over
+        if tokenizer is not None:  # mended even if the run is over
             known = job.tokenizer_files
             job.tokenizer_files = rank0_broadcast(context, lambda: keep_tokenizer(path, tokenizer.files(), known))
     except BaseException:
@@ -173,22 +155,6 @@ def open_training_data(
     return data
 
 
-def has_checkpoints(run_dir: Path) -> bool:
-    """Whether there is something to continue from. A run that has saved goes on or not at all: a new start would write
-    over its records."""
-    folder = run_dir / CHECKPOINTS
-    if committed(folder):
-        return True
-    events = read_events(run_dir / EVENTS)
-    saved = [event["step"] for event in events if event["kind"] in ("checkpoint", "resume")]
-    if saved or (not events and read_metrics(run_dir / METRICS)):
-        words = f"{EVENTS} tells of a checkpoint of step {saved[-1]}" if saved else f"{METRICS} tells of steps"
-        rule = f"its {words}, but there is no folder called step- and eight digits in {folder}"
-        remedy = f"put the checkpoints back (is their disk mounted?), set another run_dir, or delete {run_dir}"
-        raise UserError(Problem("run_dir", str(run_dir), rule, remedy))
-    return False
-
-
 def remarks(config: Config, context: ParallelContext) -> list[str]:
     """Lines about settings on this device that the user should know."""
     found = [slow_precision(context.dtype, context.device)]
@@ -207,7 +173,7 @@ def restore(job: Job, found: Found) -> None:
         remedy = "take it out of this folder; to continue its run, copy the whole run folder and set run_dir to it"
         raise UserError(Problem(str(found.path), "of another run", rule, remedy))
     state, training, train = SavedState.of(found), job.training, job.config.train
-    found.read_into(training_pieces(training), unread=is_rounded)
+    found.read_into(training_pieces(training), unread=lambda name: name.startswith(f"{ROUNDED}."))
     training.cast_and_gather_params()
     if training.loss_scale is not None and state.loss_scale is not None:  # not if it was no fp16 run
         training.loss_scale.state.copy_(torch.tensor(state.loss_scale))
@@ -219,25 +185,22 @@ def restore(job: Job, found: Found) -> None:
         over = job.progress.samples * train.seq_length - consumed * length
         words = f"{consumed * length:,} tokens of its order; {over:,} are passed over"
         job.log.note(f"the data goes on behind the first {words}")
-    old = rate_after(found.step, state.config, as_record(LearningRateConfig, state.config["lr"], found.path / STATE))
-    new = rate_after(found.step, as_plain(job.config), job.config.lr)
-    if not math.isclose(old, new, rel_tol=1e-6):
-        words = f"the learning rate of step {found.step + 1} is {new:.3g}; with the settings before it was {old:.3g}"
-        job.log.note(f"{words} (optimizer.lr, lr.schedule, lr.warmup_steps, train.steps)")
-
-
-def rate_after(step: int, settings: dict[str, Any], schedule: LearningRateConfig) -> float:
-    """The learning rate of the step after `step`."""
-    return learning_rate(step, schedule, peak=settings["optimizer"]["lr"], steps=settings["train"]["steps"])
 
 
 def examine_records(job: Job) -> tuple[int, bool, dict[str, Any]]:
     """The step that the run continues from if the records hold its evaluation, else -1; whether this start has nothing
-    to do and nothing to record; the newest line of a step."""
+    to do and nothing to record; the newest line of a step. UserError where the run has saved and its checkpoints are
+    gone: a new start would write over its records."""
     step, folder = job.progress.step, job.folder.path
-    if job.resumed_from is None:
-        return -1, False, {}
     lines, events = read_metrics(folder / METRICS), read_events(folder / EVENTS)
+    if job.resumed_from is None:
+        saved = [event["step"] for event in events if event["kind"] in ("checkpoint", "resume")]
+        if saved or (lines and not events):
+            words = f"{EVENTS} tells of a checkpoint of step {saved[-1]}" if saved else f"{METRICS} tells of steps"
+            rule = f"its {words}, but there is no folder called step- and eight digits in {job.folder.checkpoints}"
+            remedy = f"put the checkpoints back (is their disk mounted?), set another run_dir, or delete {folder}"
+            raise UserError(Problem("run_dir", str(folder), rule, remedy))
+        return -1, False, {}
     job.evaluated_step = step if any(line["step"] == step and "val_loss" in line for line in lines) else -1
     finished = job.complete and bool(events) and events[-1]["kind"] in ENDS
     measured = [line for line in lines if "loss" in line and line["step"] <= step]

@@ -51,11 +51,10 @@ def verify(
 def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Config, int]:
     """The config of the launcher's overrides and the world that it is verified on; UserError with all that is wrong.
 
-    The world is `world_size`, or `dp` times the ranks that the layout needs: by default 2 times, so that data
-    parallelism is verified along with the axes that were asked for, where that is at most 8 ranks and is not refused.
+    The world is `world_size`, or `dp` (where there is no world size) times the ranks that the layout needs: by default
+    2 times, so that data parallelism is verified along with the axes that were asked for, where that is at most 8 ranks
+    and is not refused.
     """
-    if world_size is not None and dp is not None:
-        raise UserError(Problem("--dp", dp, f"follows from --world-size {world_size}", "give one of the two"))
     world = world_size or 1
     with suppress(UserError):  # which load_config then tells
         axes = load_values(argv, [f"parallel.{axis}" for axis in AXES])

@@ -3,7 +3,6 @@
 A row runs the launcher's `main` in this process, on a model that trains in milliseconds.
 """
 
-import importlib
 import os
 import shutil
 import socket
@@ -19,6 +18,7 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megalite.commands import models
 
 SMALL = [
     *("model.num_layers=1", "model.hidden_size=16", "model.num_attention_heads=2", "tokenizer=byte", "train.steps=4"),
@@ -46,7 +46,7 @@ class Row:
     """One input, and words of the message with which it is refused.
 
     `ranks`: the launcher is told that it is rank 0 of so many; what is refused is refused before anyone else is asked.
-    `command`: it is that one of megalite/commands that refuses, with `argv` alone.
+    `command`: that one of megalite/commands/models.py refuses, with `argv` alone.
     """
 
     what: str
@@ -64,7 +64,7 @@ class Row:
         """The command's status. `words`: what every training command of the table says first."""
         if self.command is None:
             return pretrain_gpt.main([*words, *self.argv.split()])
-        main: Callable[[list[str]], int] = importlib.import_module(f"megalite.commands.{self.command}").main
+        main: Callable[[list[str]], int] = getattr(models, self.command)
         return main(self.argv.split())
 
 

@@ -23,17 +23,6 @@ def gpu_without_bf16(scene: Scene) -> None:
 
 ROWS = [
     Row(
-        "a schedule that does not go with what is compiled",
-        "parallel.pp=2 parallel.vpp=3 parallel.schedule=zb-h1 train.compile=true",
-        [
-            "4 problems",
-            "1 layer cannot be divided over 6 stages",
-            "model.num_layers=6 or 12",
-            "schedule='zb-h1'",
-            "train.compile=True",
-        ],
-    ),
-    Row(
         "bf16 where the device lacks it",
         "precision=bf16",
         ["precision='bf16': an old card cannot multiply bf16", "precision=fp32"],
@@ -42,7 +31,7 @@ ROWS = [
     Row(
         "references in a circle, and one to a whole group",
         "lr.schedule=wsd train.steps=${lr.decay_steps} lr.decay_steps=${train.steps} train.sample_prompts=${data}",
-        ["2 problems", "train.steps='${lr.decay_steps}': Recursive", "train.sample_prompts='${data}': "],
+        ["3 problems", "train.steps='${lr.decay_steps}': Recursive", "train.sample_prompts='${data}': "],
     ),
     Row(
         "run_dir is among the data",

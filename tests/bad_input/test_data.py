@@ -1,8 +1,6 @@
 """Bad data that every reader expects first (missing, empty, binary), a row each; others are in
 tests/prepare/test_bad_inputs_of_data.py."""
 
-import os
-
 import pytest
 
 from tests.bad_input.launching import (
@@ -16,15 +14,9 @@ from tests.bad_input.launching import (
     truncated_corpus,
 )
 
-
-def pipe(scene: Scene) -> None:
-    os.mkfifo(scene.folder / "pipe.txt")
-
-
 ROWS = [
     Row("a missing file", "data=text data.path=none.txt", ["none.txt", "no such file", "csv or parquet"]),
     Row("an empty file", "data=text data.path=e.txt", ["e.txt", "is empty (0 bytes)"], file("e.txt", b"")),
-    Row("a pipe", "data=text data.path=pipe.txt", ["pipe.txt", "no regular file", "or a glob"], pipe),
     Row(
         "a binary file that begins as text",
         "data=text data.path=b.txt",

@@ -66,12 +66,6 @@ ROWS = [
         variables={"WORLD_SIZE": "2", **RENDEZVOUS},
     ),
     Row(
-        "a rank and no number of ranks",
-        "",
-        ["WORLD_SIZE=null: not set", "torchrun", "unset RANK, WORLD_SIZE"],
-        variables={"RANK": "0", **RENDEZVOUS},
-    ),
-    Row(
         "no place to meet",
         "",
         ["2 problems", "MASTER_ADDR=null: not set", "torchrun", "MASTER_PORT=null: not set"],
@@ -170,14 +164,10 @@ def other_settings(patch: pytest.MonkeyPatch, last: bool) -> list[str]:
     return ["optimizer.lr=0.5", "seed=1", "run_dir=elsewhere", "data.cache_dir=cache"] if last else []
 
 
-def another_torch(patch: pytest.MonkeyPatch, last: bool) -> list[str]:
+def other_code(patch: pytest.MonkeyPatch, last: bool) -> list[str]:
+    """And another torch."""
     if last:
         patch.setattr(torch, "__version__", "2.12.1")
-    return []
-
-
-def other_code(patch: pytest.MonkeyPatch, last: bool) -> list[str]:
-    if last:
         patch.setattr("megalite.launch.startup.CODE", Path(__file__).parent)
     return []
 
@@ -225,14 +215,10 @@ ROWS_OF_RANKS = [
         other_settings,
     ),
     OfRanks(
-        "another torch on a rank",
-        [
-            f"torch='{torch.__version__}': so on rank 0 ({HOST}), but '2.12.1' on rank 1",
-            "the same settings, files and versions",
-        ],
-        another_torch,
+        "other code and another torch on a rank",
+        ["2 problems", "megalite='code with fingerprint ", f"torch='{torch.__version__}': so on rank 0", "on rank 1"],
+        other_code,
     ),
-    OfRanks("other code on a rank", ["1 problem", "megalite='code with fingerprint ", "on rank 1"], other_code),
     OfRanks(
         "processors that make auto another precision",
         ["1 problem", f"precision='fp32': so on rank 0 ({HOST}), but 'bf16' on rank 1"],

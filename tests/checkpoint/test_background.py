@@ -7,6 +7,8 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +104,30 @@ def test_copies_are_contiguous_and_of_every_dtype() -> None:
     assert columns.sum() > 0, "no copy is the original"
 
 
+def test_pinned_memory_is_given_back_before_it_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else CUDA copies to and from the pages that were there, whatever lies at that address by now."""
+    blocks: list[weakref.ref[torch.Tensor]] = []
+    given_back: list[tuple[int, bool]] = []
+    empty = torch.empty
+
+    def remember(*sizes: int, **options: Any) -> torch.Tensor:
+        blocks.append(weakref.ref(block := empty(*sizes, **options)))
+        return block
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=lambda place, size, flags: 0,
+        cudaHostUnregister=lambda place: given_back.append((place, blocks[0]() is not None)),
+    )
+    monkeypatch.setattr(torch, "empty", remember)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda status: None)
+    saves = BackgroundSaves(SINGLE)
+    places = [pinned.data_ptr() for pinned in saves._pin(list(values(1).values()))]
+    assert (given_back, blocks[0]() is None) == ([], False)
+    del saves
+    assert (given_back, blocks[0]()) == ([(places[0], True)], None)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_the_stream_waits_and_the_host_does_not() -> None:
     device = torch.device("cuda", 0)
@@ -126,3 +152,7 @@ def test_on_a_gpu_the_stream_waits_and_the_host_does_not() -> None:
         assert all(copy.tensor.is_pinned() for copy in copies)
         places.add(tuple(copy.tensor.data_ptr() for copy in copies))
     assert len(places) == 1, "allocated once"
+    del host
+    assert not any(copy.tensor.is_pinned() for copy in copies), (
+        "or copies to its memory would go astray once it is freed"
+    )

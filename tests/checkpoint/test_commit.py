@@ -98,20 +98,22 @@ def test_the_newest_good_one_is_kept_whatever_comes_after_it(tmp_path: Path) -> 
     assert [at for at, _ in committed(tmp_path)] == [7, 6]
 
 
-def test_an_old_one_that_cannot_be_deleted_does_not_fail_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("fails", ["shutil.rmtree", "megalite.checkpoint.commit.committed"])
+def test_an_old_one_that_cannot_be_deleted_or_listed_does_not_fail_the_save(
+    fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_plain(tmp_path, 1, keep=1)
 
     def refuse(*_: object) -> None:
         raise OSError("busy")
 
-    monkeypatch.setattr("shutil.rmtree", refuse)
+    monkeypatch.setattr(fails, refuse)
     save_plain(tmp_path, 2, keep=1)
-    assert newest_step(tmp_path) == 2
     monkeypatch.undo()
+    assert newest_step(tmp_path) == 2
+    save_plain(tmp_path, 3, keep=1)
     recover(tmp_path)
-    assert sorted(os.listdir(tmp_path)) == ["step-00000002"]
+    assert sorted(os.listdir(tmp_path)) == ["step-00000003"]
 
 
 def test_a_complete_checkpoint_is_never_written_over(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def test_a_group_that_the_command_chooses_is_all_its_own(run: Path, words: list[
     assert {name: as_plain(anew)[name] for name in chosen} == {name: as_plain(continued)[name] for name in chosen}
 
 
-RECIPES = ["-cd run -cn config", "-cp run", "-cd run", "-cd . -cn run/config", "-cp copies -cn mine.yaml"]
+RECIPES = ["-cp run", "-cd run", "-cd . -cn run/config", "-cp copies -cn mine.yaml"]
 
 
 @pytest.mark.parametrize("flags", RECIPES)
@@ -115,17 +115,15 @@ def test_the_config_of_a_run_is_a_recipe_under_any_name(run: Path, flags: str, w
     assert load_config([*flags.split(), *words], 1).run_dir != str(run), "a recipe does not say where"
 
 
+def test_a_slip_in_a_recipe_is_refused(run: Path) -> None:
+    (run / "config.yaml").write_text("derived: []\ntrain: {step: 3}\nmodle: {bias: true}\n")
+    assert settings(refusal("-cd", "run")) == ["train.step", "modle.bias"]
+
+
 def test_what_hydra_shows_of_a_recipe_is_what_is_trained(run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     show_information(read_arguments(["-cd", "run", "train.steps=7", "--cfg", "job"]))
     shown = yaml.safe_load(capfd.readouterr().out)
     assert (shown["model"]["num_layers"], shown["model"]["dropout"], shown["train"]["steps"]) == (12, 0.25, 7)
-
-
-def test_a_slip_in_a_recipe_is_refused(run: Path) -> None:
-    (run / "config.yaml").write_text("derived: []\ntrain: {step: 3}\nmodle: {bias: true}\n")
-    error = refusal("-cd", "run")
-    assert settings(error) == ["train.step", "modle.bias"]
-    assert "did you mean train.steps=3" in str(error)
 
 
 def test_the_user_s_own_files_come_before_those_of_the_same_name(tmp_path: Path) -> None:
@@ -148,24 +146,16 @@ def test_a_config_of_the_user_s_own_takes_nothing_and_a_folder_without_a_run_giv
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("a: [", ["is not YAML"]),
-        ("[]", ["holds no settings"]),
+        ("a: [", ["cannot be read"]),
         ("derived: 3", ["holds no settings"]),
-        ("train: {steps: [x]}", ["train.steps"]),
         ("train: {steps: -1}", ["train.steps=-1"]),
-        ("data: {path: [[a]]}", ["holds no settings"]),
+        ("data: {path: [[a]]}", ["data.path="]),
     ],
 )
 def test_a_config_that_was_spoilt_is_refused(run: Path, content: str, words: list[str]) -> None:
     (run / "config.yaml").write_text(content)
     message = str(refusal("run_dir=run"))
     assert all(word in message for word in words), message
-
-
-def test_start_weights_bring_their_shape(weights: Path) -> None:
-    model = load_config([f"checkpoint.init_from={weights}", "tokenizer=./weights"], 1).model
-    assert (model.num_layers, model.hidden_size, model.head_size) == (3, 48, 10)
-    assert (model.ffn_hidden_size, model.vocab_size, model.norm_eps) == (40, 53, 1e-6)
 
 
 def test_start_weights_bring_their_tokenizer_unless_another_one_is_named(weights: Path, run: Path) -> None:
@@ -182,21 +172,11 @@ def test_start_weights_bring_their_tokenizer_unless_another_one_is_named(weights
     assert load_config([*words, "run_dir=run"], 1).tokenizer == "bpe", "of a run that goes on"
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (["tokenizer=byte"], "tokenizer='byte': has 257 tokens, and the weights know 53"),
-        (["tokenizer=bpe"], "tokenizer='bpe': has 4096 tokens, and the weights know 53"),
-        (["tokenizer=bpe", "data.bpe_vocab_size=300"], "has 300 tokens, and the weights know 53"),
-    ],
-)
-def test_another_vocabulary_than_that_of_start_weights_is_refused_at_once(
-    weights: Path, words: list[str], told: str
-) -> None:
-    error = refusal(f"checkpoint.init_from={weights}", *words)
-    assert told in str(error)
-    assert f"tokenizer={weights}" in str(error)
-    load_config([f"checkpoint.init_from={weights}", f"tokenizer={weights}"], 1)
+def test_another_vocabulary_than_that_of_start_weights_is_refused_at_once(weights: Path) -> None:
+    for words, count in ((["tokenizer=byte"], 257), (["tokenizer=bpe", "data.bpe_vocab_size=300"], 300)):
+        error = str(refusal(f"checkpoint.init_from={weights}", *words))
+        assert f"has {count} tokens, and the weights know 53" in error
+        assert f"tokenizer={weights}" in error
 
 
 def test_start_weights_without_a_tokenizer_ask_for_its_name(weights: Path) -> None:
@@ -218,13 +198,10 @@ def test_start_weights_bring_their_experts_and_the_command_says_how_they_train(w
 @pytest.mark.parametrize(
     ("spoil", "word"),
     [
-        (lambda path: path.write_bytes(b"\xff"), "is not UTF-8"),
-        (lambda path: path.write_text("[" * 100_000), "nested too deeply"),
-        (lambda path: path.write_text("[]"), "is not a JSON object"),
+        (lambda path: path.write_bytes(b"\xff"), "cannot be read"),
         (lambda path: path.write_text(json.dumps(WEIGHTS | {"model_type": "bert"})), "model_type"),
         (lambda path: path.write_text(json.dumps(WEIGHTS | {"rope_scaling": 3})), "config.json"),
         (lambda path: path.write_text(json.dumps(WEIGHTS | {"num_hidden_layers": "many"})), "num_hidden_layers='many'"),
-        (lambda path: path.write_text(json.dumps(WEIGHTS | {"num_hidden_layers": -3})), "num_hidden_layers=-3"),
     ],
 )
 def test_start_weights_with_a_spoilt_config_are_refused(weights: Path, spoil: Callable[[Path], int], word: str) -> None:

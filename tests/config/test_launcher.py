@@ -16,13 +16,6 @@ import pretrain_gpt
 LAUNCHER = Path(__file__).parents[2] / "pretrain_gpt.py"
 
 
-def launch(folder: Path, *argv: str, **variables: str) -> "subprocess.CompletedProcess[str]":
-    """Runs the launcher from another folder, so that conf/ must be found without its help."""
-    command = [sys.executable, str(LAUNCHER), *argv]
-    environment = {**os.environ, **variables}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=60, check=False)
-
-
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
@@ -42,12 +35,9 @@ def launch_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
 
 REFUSED: list[tuple[Sequence[str], dict[str, str], list[str]]] = [
     (["optimzer.lr=1", "model=gtp2"], {}, ["2 problems", "optimizer.lr=1", "model=gpt2"]),
-    (["data=text"], {}, ["data.path"]),
     (["--multirun", "seed=1,2", "zzz=1"], {}, ["zzz=1"]),
-    (["--cfg", "job", "zzz=1"], {}, ["zzz"]),
     (["--run", "--cfg", "job"], {}, ["--cfg/-c: not allowed with argument --run"]),
     (["train.steps=x"], {"WORLD_SIZE": "2"}, ["4 problems", "RANK", "MASTER_ADDR", "MASTER_PORT", "train.steps"]),
-    (["wandb.api_key=CLISECRET"], {}, ["secret"]),
 ]
 
 
@@ -61,21 +51,17 @@ def test_a_refusal_is_one_message_with_status_2_and_leaves_nothing(
     assert done.stderr.count("megalite: refused") == 1
     assert "Traceback" not in done.stderr
     assert all(word in done.stderr for word in words), done.stderr
-    assert "CLISECRET" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
     ("argv", "word"),
     [
-        (["--help"], "Most used settings"),
         (["--help"], "experiment: gpt2_124m_openwebtext, llama3_8b_fineweb, qwen3_0_6b, shakespeare_char"),
         (["experiment=qwen3_0_6b", "--cfg", "job", "train.steps=7"], "steps: 7"),
         (["--cfg", "job", "checkpoint.async=true"], "\n  async: true\n  init_from: null\n"),
-        (["--cfg", "job", "--package", "checkpoint"], "\nasync: false\n"),
         (["model=gpt2", "--cfg", "job", "data.path=[a,b]"], "hidden_size: 768"),
         (["--info", "defaults"], "Defaults List"),
-        (["--hydra-help"], "Hydra's help"),
         (["--version"], "Hydra"),
         (["--shell-completion", "install=bash"], "hydra_bash_completion"),
     ],
@@ -87,14 +73,6 @@ def test_information_is_shown_and_nothing_is_left(
     done = launch_here(*argv)
     assert (done.returncode, done.stderr) == (0, "")
     assert word in done.stdout
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(("argv", "status"), [(["model=gtp2"], 2), (["--help"], 0)])
-def test_a_process_ends_with_that_status_and_leaves_nothing(argv: list[str], status: int, tmp_path: Path) -> None:
-    done = launch(tmp_path, *argv)
-    assert (done.returncode, bool(done.stdout), bool(done.stderr)) == (status, status == 0, status == 2)
-    assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 
@@ -144,30 +122,21 @@ def test_only_rank_zero_speaks(launch_here: Launch, monkeypatch: pytest.MonkeyPa
     assert sum(waited) > 1, "the launcher ends all ranks with the first: rank 0 must have time to print"
 
 
-SLOW_IMPORTS = "torch", "transformers", "datasets", "tokenizers", "pyarrow", "numpy", "rich"
-
-
-@pytest.mark.parametrize(
-    "argv", [["model=gtp2", "data=text"], ["model=gpt2"], ["--help"], ["--cfg", "job"]], ids=" ".join
-)
-def test_checking_a_config_imports_nothing_slow(argv: list[str]) -> None:
-    code = f"""
-import sys, importlib.util
-sys.argv = ["pretrain_gpt.py", *{argv!r}]
-sys.path.insert(0, {str(LAUNCHER.parent)!r})
-from megalite.config.arguments import read_arguments, shown
-from megalite.config.compose import load_config, show_information
-from megalite.errors.problems import UserError
-from megalite.launch.environment import read_environment
-try:
-    read_environment({{}})
-    arguments = read_arguments(sys.argv[1:])
-    show_information(arguments) if shown(arguments) else load_config(sys.argv[1:], 1)
-except (UserError, SystemExit):
-    pass
-print("IMPORTED", sorted(set({SLOW_IMPORTS!r}) & set(sys.modules)))
+CHECK = """
+import sys
+from megalite.commands import train
+train.train_rank = lambda config, environment: 0
+train.main(sys.argv[1:])
+slow = {"torch", "transformers", "datasets", "tokenizers", "pyarrow", "numpy", "rich"}
+print("IMPORTED", sorted(slow & {*sys.modules}))
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+
+@pytest.mark.parametrize("argv", [["model=gtp2", "data=text"], ["--help"], ["--cfg", "job"]], ids=" ".join)
+def test_checking_a_config_imports_nothing_slow(argv: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK, *argv], cwd=LAUNCHER.parent, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[-1] == "IMPORTED []"
 
 

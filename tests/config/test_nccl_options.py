@@ -61,7 +61,7 @@ def test_a_group_gets_the_keys_that_the_file_gives_it_and_no_others(read: Read) 
         ("tp: {net_name: 1}", "is not: tp.net_name=1"),
         ("", "is not: a mapping"),
         ("- tp", "is not: a mapping"),
-        ("tp: {max_ctas: 4", "is not YAML"),
+        ("tp: {max_ctas: 4", "cannot be read: while parsing"),
         ("tp: {max_ctas: 16}\ntp: {net_name: ib}\n", "duplicate key tp"),
         ("all: {}\ntp: {max_ctas: x, none: 1}\ncp: 4", "is not: 'all', 'cp', tp.max_ctas='x', tp.none=1"),
     ],

@@ -54,13 +54,3 @@ def test_the_tiny_mixture_computes_as_much_as_the_tiny_model() -> None:
 def test_the_default_is_the_tiny_model() -> None:
     default = load_config([], 1)
     assert default == load_config(["model=default"], 1)
-    tiny = default.model
-    assert (tiny.num_layers, tiny.hidden_size, tiny.num_attention_heads, tiny.bias) == (4, 256, 4, False)
-    assert (tiny.activation, tiny.norm, tiny.position, tiny.tie_embeddings) == ("swiglu", "rmsnorm", "rope", True)
-
-
-def test_qwen_s_heads_are_wider_than_the_model_over_its_heads_and_llama_3_is_unscaled() -> None:
-    model = load_config(["model=qwen3_0_6b"], 1).model
-    assert (model.head_size, model.hidden_size, model.num_attention_heads, model.qk_norm) == (128, 1024, 16, True)
-    model = load_config(["model=llama3_8b"], 1).model
-    assert (model.rope_theta, model.rope_scaling_factor) == (500000, 1)

@@ -109,7 +109,7 @@ BROKEN = [
     ("'tokenizer=by te'", 1, "tokenizer", "hub name"),
     ("tokenizer=", 1, "tokenizer", "bpe, byte, char"),
     ("init_from=none", 1, "init_from", "there is no"),
-    ("run_dir='~nobody-of-this-name/x'", 1, "run_dir", "no user of this name"),
+    ("run_dir='~nobody-of-this-name/x'", 1, "run_dir", "no file can have this name"),
     ("init_from=/", 1, "init_from", "there is no /config.json"),
     # experts
     ("top_k=9", 1, "top_k", "has no effect with model.moe.num_experts=0"),

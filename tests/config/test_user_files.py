@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megalite.config.user_files import as_record, read_bytes, read_json, read_yaml
+from megalite.config.user_files import as_record, read_bytes, read_object, read_yaml
 from megalite.errors.problems import UserError
 
 
@@ -27,31 +27,13 @@ def test_a_file_that_is_missing_a_folder_a_fifo_or_a_device_is_refused_without_w
         assert str(tmp_path / name) in refusal(lambda name=name: read_bytes(tmp_path / name)), name
 
 
-def test_links_are_followed_unless_the_reader_says_otherwise(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    (tmp_path / "link").symlink_to("file")
-    assert read_bytes(tmp_path / "link") == b"x"
-    assert "link" in refusal(lambda: read_bytes(tmp_path / "link", follow_links=False))
-
-
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
-def test_a_file_without_permission_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "secret.json"
-    path.write_text("{}")
-    path.chmod(0)
-    os.seteuid(65534)  # root may read everything
-    try:
-        text = refusal(lambda: read_json(path))
-    finally:
-        os.seteuid(0)
-    assert "Permission denied" in text
-
-
 NO_JSON = [b"\xff{}", b"{", b"", b"[" * 100_000, b"1" * 5_000, b"\x00"]
 NO_YAML = [b"\xff", b"a: [", b"a: 1\na: 2", b"!!python/object/apply:os.system [true]", b"[" * 20_000]
 
 
-@pytest.mark.parametrize(("read", "content"), [*((read_json, c) for c in NO_JSON), *((read_yaml, c) for c in NO_YAML)])
+@pytest.mark.parametrize(
+    ("read", "content"), [*((read_object, c) for c in NO_JSON), *((read_yaml, c) for c in NO_YAML)]
+)
 def test_content_of_another_kind_is_refused(tmp_path: Path, read: Callable[[Path], Any], content: bytes) -> None:
     path = tmp_path / "file"
     path.write_bytes(content)
@@ -70,7 +52,6 @@ class Line:
     [
         ({"step": -1, "loss": 1.0}, "step=-1"),
         ({"step": True, "loss": 1.0}, "step=True"),
-        ({"step": 1.5, "loss": 1.0}, "step=1.5"),
         ({"step": 1, "loss": "low"}, "loss='low'"),
         ({"step": 1, "loss": 1.0, "note": 3}, "note=3"),
         ({"loss": 1.0}, "'step'"),

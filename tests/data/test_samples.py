@@ -56,8 +56,9 @@ def test_parts_of_a_blend_come_in_their_shares_each_in_whole_epochs(write_tokens
     assert np.bincount(parts).tolist() == [30, 90]
     assert (rows[parts == 0] < 500).all()
     first = rows[parts == 0][:, 0]
-    for epoch in range(3):
-        assert sorted(first[10 * epoch : 10 * epoch + 10].tolist()) == list(range(0, 40, 4))
+    epochs = first.reshape(3, 10).tolist()
+    assert [sorted(epoch) for epoch in epochs] == [list(range(0, 40, 4))] * 3
+    assert len({*map(tuple, epochs)}) == 3, "each in an order of its own"
     assert data.epochs(120) == [3.0, 0.9]
     assert data.without_repeats() == 41  # 10 samples of the small part, then its second epoch begins
 

@@ -123,6 +123,12 @@ def test_an_end_that_the_normalizer_changes_keeps_the_name_in_the_file(tmp_path:
     assert load_tokenizer(tmp_path).identity == tokenizer.identity
 
 
+def test_a_special_token_that_the_settings_alone_name_is_refused_in_a_text() -> None:
+    tokenizer = TextTokenizer(words("BPE"), {"bos_token": {"content": "</s>"}, "pad_token": ["</s>"]})
+    with pytest.raises(UserError, match=ONLY_SPECIAL):
+        tokenizer.encode("a</s>a")
+
+
 def test_a_token_that_pads_is_still_a_sign_in_a_text() -> None:
     backend = words("BPE")
     backend.add_special_tokens(["a"])
@@ -135,7 +141,12 @@ def test_a_symbol_without_a_token_is_refused_where_the_library_drops_it() -> Non
     without_e.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     without_e.decoder = decoders.ByteLevel()
     assert without_e.encode("there").tokens == ["t", "h", "r"]
-    for backend, known, unknown in ((without_e, "no such byt\u00fc", "the"), (words("BPE"), "a a", "aab")):
+    whole = without_e.get_vocab() | {"e": 255}  # letters of all bytes, which do not cover a text of these two
+    suffixed, unicode = Tokenizer(models.BPE(whole, [], end_of_word_suffix="</w>")), Tokenizer(models.BPE(whole, []))
+    suffixed.pre_tokenizer, unicode.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    cases = [(without_e, "no such byt\u00fc", "the"), (words("BPE"), "a a", "aab")]
+    cases += [(suffixed, "", "the"), (unicode, "the", "\u6f22")]
+    for backend, known, unknown in cases:
         tokenizer = TextTokenizer(backend, {})
         assert len(tokenizer.encode(known)) == len(known.encode())
         with pytest.raises(UserError, match=r"cannot encode the text .*no token for a symbol"):

@@ -146,6 +146,7 @@ DAMAGES = {  # what is done to a file, and words of the refusal
     "empty data": (".bin", shorten(0), "holds no tokens"),
     "first pointer": (".idx", patch(42, b"\x02"), "sequence 0 starts at byte 2 with"),
     "length": (".idx", patch(34, b"\x02"), "sequence 0 starts at byte 0 with 2 tokens"),
+    "negative length": (".idx", patch(34, struct.pack("<iiqq", -1, 6, 0, -2)), "sequence 0 .* with -1 tokens"),
     "boundaries": (".idx", patch(74, b"\x07"), "boundaries do not run from 0 to 2"),
     "inner boundary": (".idx", patch(66, b"\x63"), "document 1 ends before it starts"),
     "facts of another type": (".json", text('{"vocab_size": "many"}'), "x.json.*'many', which is not of type int"),
@@ -201,3 +202,16 @@ def test_an_id_that_does_not_fit_is_refused_without_assertions_too(tmp_path: Pat
     command = [sys.executable, "-O", "-c", program, str(tmp_path / "x")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     assert "token id 70000 does not fit uint16" in done.stderr
+
+
+def test_the_index_comes_last_when_all_else_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file that was there before is gone at once: its index would describe other data."""
+    synced: list[str] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(os.readlink(f"/proc/self/fd/{file}")).name))
+    (tmp_path / "x.idx").touch()
+    with TokenWriter(tmp_path / "x", np.dtype("<u2")) as writer:
+        assert not (tmp_path / "x.idx").exists()
+        writer.add(np.array([1, 2]))
+        writer.end_document()
+        writer.finish({})
+    assert [name[:6] for name in synced if name != tmp_path.name] == ["x.bin", ".x.jso", ".x.idx"]

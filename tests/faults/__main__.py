@@ -9,6 +9,7 @@ something does not hold. docs/reliability.md shows what it prints. Exit status: 
 """
 
 import shutil
+import sys
 import tempfile
 from argparse import Namespace
 from pathlib import Path
@@ -45,3 +46,7 @@ def main(options: Namespace, overrides: list[str]) -> Shown:
         to_stderr(f"megalite: {folder} keeps what does not hold")
     noticed = f"{options.flips - len(unnoticed):,} of {options.flips:,} single-bit flips were noticed"
     return Shown([*table(outcomes), "", f"{noticed}, over all files of a checkpoint"], 0 if holds else 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

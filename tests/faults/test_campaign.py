@@ -4,6 +4,8 @@ import json
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -113,6 +115,11 @@ def test_a_training_with_a_mistake_is_noticed_and_a_sound_one_is_not(
     assert outcome.flaws[0].startswith(flaw)
     [outcome] = campaign(main_to_the_end, tmp_path / "sound", runs=1, seed=0)
     assert not outcome.flaws
+
+
+def test_the_documented_command_runs(capfd: pytest.CaptureFixture[str]) -> None:
+    assert subprocess.run([sys.executable, "-m", "tests.faults", "train.steps=1"], check=False).returncode == 2
+    assert "no setting of its runs can be chosen" in capfd.readouterr().err
 
 
 def test_flips_are_noticed_unless_nobody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

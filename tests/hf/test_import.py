@@ -15,7 +15,7 @@ from megalite.config.model_folder import imported_model, imported_model_settings
 from megalite.config.schema import ModelConfig
 from megalite.errors.problems import Problem, UserError, collect
 from megalite.hf.import_model import import_model
-from tests.hf.peers import PEERS, matching_config, save_peer
+from tests.hf.peers import PEERS, change_config, matching_config, save_peer
 
 
 def refusal(folder: Path, config: ModelConfig) -> UserError:
@@ -27,18 +27,8 @@ def refusal(folder: Path, config: ModelConfig) -> UserError:
 def change_tensors(folder: Path, **changes: Any) -> None:
     """Replace (or, with None, remove) tensors of model.safetensors; `__` in a name stands for a dot."""
     tensors = load_file(folder / "model.safetensors")
-    for name, value in changes.items():
-        name = name.replace("__", ".")
-        if value is None:
-            del tensors[name]
-        else:
-            tensors[name] = value
-    save_file(tensors, folder / "model.safetensors")
-
-
-def change_config(folder: Path, **changes: Any) -> None:
-    found = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(found | changes))
+    tensors |= {name.replace("__", "."): value for name, value in changes.items()}
+    save_file({name: value for name, value in tensors.items() if value is not None}, folder / "model.safetensors")
 
 
 def test_a_sharded_folder_holds_the_same_model(tmp_path: Path) -> None:
@@ -73,12 +63,10 @@ def test_old_folders_with_masks_and_without_prefix_are_read(tmp_path: Path) -> N
 
 def test_settings_of_a_folder_before_transformers_5(tmp_path: Path) -> None:
     save_peer("llama", tmp_path)
-    found = json.loads((tmp_path / "config.json").read_text())
-    for key in ("rope_parameters", "head_dim", "num_key_value_heads"):
-        del found[key]
-    old_scaling = {"type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
-    found |= {"rope_theta": 123.0, "rope_scaling": {**old_scaling, "original_max_position_embeddings": 99}}
-    (tmp_path / "config.json").write_text(json.dumps(found))
+    scaling = {"type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 2.0}
+    scaling |= {"original_max_position_embeddings": 99}
+    absent = dict.fromkeys(("rope_parameters", "head_dim", "num_key_value_heads"))
+    change_config(tmp_path, rope_theta=123.0, rope_scaling=scaling, **absent)
     settings = imported_model_settings(tmp_path)
     assert settings["rope_theta"] == 123.0
     assert (settings["rope_scaling_factor"], settings["rope_original_positions"]) == (4.0, 99)
@@ -109,7 +97,7 @@ def test_all_tensors_that_do_not_fit_are_listed(tmp_path: Path) -> None:
     )
     message = str(refusal(tmp_path, config))
     assert "4 problems" in message
-    for part in ("norm.weight", "[40, 24]", "[24, 40]", "I8", "model.layers.7.mlp.extra"):
+    for part in ("norm.weight of the shape [24]", "[40, 24]", "[24, 40]", "model.layers.7.mlp.extra"):
         assert part in message
     save_peer("llama", tmp_path)
     change_tensors(tmp_path, model__norm__weight=torch.full((24,), float("nan"), dtype=torch.float64))
@@ -139,10 +127,7 @@ def test_all_tensors_that_do_not_fit_are_listed(tmp_path: Path) -> None:
 def test_a_sound_model_that_no_setting_says_is_not_called_damaged(
     family: str, changes: dict[str, Any], told: str, tmp_path: Path
 ) -> None:
-    config = PEERS[family].to_dict() | {key: value for key, value in changes.items() if value is not None}
-    (tmp_path / "config.json").write_text(
-        json.dumps({key: value for key, value in config.items() if key not in changes or changes[key] is not None})
-    )
+    (tmp_path / "config.json").write_text(json.dumps(PEERS[family].to_dict() | changes))
     message = str(refusal(tmp_path, ModelConfig()))
     assert f"config.json: {told}" in message
     assert message.count("no setting here says it") == 1
@@ -158,7 +143,7 @@ def test_no_value_of_a_config_json_ends_in_a_traceback_or_in_silence(name: str, 
     """Every key with every kind of value, in the file and in its rotary scaling: settings that keep all bounds, or a
     refusal that names the key and blames no setting of ours."""
     sound: dict[str, Any] = json.loads(PEERS[name].to_json_string(use_diff=False))
-    nested = [(group, key) for group in ("rope_parameters",) for key in sound.get(group) or ()]
+    nested = [("rope_parameters", key) for key in sound.get("rope_parameters") or ()]
     begin, refused = time.monotonic(), set()
     for group, key in [*((None, key) for key in sound), *nested]:
         for value in WRONG:
@@ -181,7 +166,7 @@ def test_a_folder_that_is_not_there_or_not_a_whole_model_is_refused(tmp_path: Pa
     assert "nothing is downloaded" in str(refusal(tmp_path / "absent", ModelConfig()))
     assert "config.json" in str(refusal(tmp_path, ModelConfig()))
     (tmp_path / "config.json").write_text("{")
-    assert "is not JSON" in str(refusal(tmp_path, ModelConfig()))
+    assert "cannot be read" in str(refusal(tmp_path, ModelConfig()))
     save_peer("gpt2", tmp_path)
     config, path = matching_config(tmp_path), tmp_path / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])

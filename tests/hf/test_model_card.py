@@ -2,27 +2,20 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from megalite.checkpoint.manifest import Manifest
-from megalite.checkpoint.reading import Found
 from megalite.config.derive import derive, derive_vocabulary
 from megalite.config.schema import Config, DataConfig, ParallelConfig
 from megalite.hf.export import model_card
-from megalite.hf.families import FAMILIES
-from megalite.hf.saved_model import RunCheckpoint
-from megalite.launch.context import ParallelContext
+from megalite.hf.saved_model import SavedModel
 from megalite.train.saving import DataState, Progress, SavedState
 
-METRICS = {"loss": 2.34567, "val_loss": 2.5, "val_perplexity": 12.18, "val_bits_per_byte": 1.0625}
+METRICS = {"loss": 2.34567, "val_loss": float("nan"), "val_bits_per_byte": None}
 
 
-def card(config: Config | None = None, data: str = "stdlib: 2,345,678 tokens", **changes: Any) -> str:
+def card(config: Config | None = None, data: str = "stdlib: 2,345,678 tokens", tokenizer: Path | None = None) -> str:
     config = derive_vocabulary(derive(config or Config()), 4096)
     state = SavedState(Progress(step=1200, tokens=9_830_400), DataState("", data), {})
-    found = Found(Path(), Manifest(1200, {}, {}, {}), {}, ParallelContext())
-    facts = {"metrics": METRICS, "has_tokenizer": True, **changes}
-    return model_card(RunCheckpoint(found, state, config), FAMILIES["llama"], **facts).decode()
+    return model_card(SavedModel(Path(), config, tokenizer, None, state), METRICS).decode()
 
 
 def test_it_states_data_tokens_and_losses() -> None:
@@ -32,19 +25,13 @@ def test_it_states_data_tokens_and_losses() -> None:
         "| tokens | 9,830,400 |",
         "| steps | 1,200 |",
         "| training, at the last step that was logged | 2.3457 |",
-        "| validation | 2.5000 |",
-        "| validation bits per byte | 1.0625 |",
+        "| validation | nan |",
         "| vocabulary | 4,096 |",
     ):
         assert row in text
+    assert "bits per byte" not in text
     assert text.startswith("---\nlibrary_name: transformers\n")
     assert "LlamaForCausalLM with 4,262,144 parameters" in text
-
-
-def test_losses_that_are_not_known_or_not_finite_are_said_to_be_so() -> None:
-    assert "None were recorded." in card(metrics={})
-    assert "bits per byte" not in card(metrics=METRICS | {"val_bits_per_byte": None})
-    assert "| validation | not finite |" in card(metrics={"val_loss": float("nan")})
 
 
 def test_paths_of_the_machine_and_the_layout_stay_out_of_it() -> None:
@@ -59,8 +46,7 @@ def test_paths_of_the_machine_and_the_layout_stay_out_of_it() -> None:
 
 
 def test_names_of_data_are_whole_and_break_no_table_and_a_tokenizer_is_used_where_there_is_one() -> None:
-    hub = Config(data=DataConfig(source="hf", path="org/name", subset="en"))
-    text = card(hub, data="a|b\n<script>", has_tokenizer=False)
+    text = card(Config(data=DataConfig(source="hf", path="org/name", subset="en")), data="a|b\n<script>")
     assert "| data | org/name, en, train; a&#124;b &lt;script> |" in text
     assert "AutoTokenizer" not in text
-    assert "AutoTokenizer" in card()
+    assert "AutoTokenizer" in card(tokenizer=Path())

@@ -9,25 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from megalite.data.batch import Batch, whole_batch
 from megalite.hf.families import FAMILIES
-from megalite.hf.import_model import import_model
-from megalite.hf.tensors import sources
-from megalite.model.init import fill
-from tests.hf.peers import PEERS, as_in_files, matching_config, save_peer
-from tests.model.small import gpt
-
-
-def batch_of(tokens: Tensor, loss_mask: Tensor) -> Batch:
-    """A batch of [b, s + 1] tokens."""
-    b, s = loss_mask.shape
-    return whole_batch(tokens[:, :-1], tokens[:, 1:], loss_mask, torch.arange(s).expand(b, s), None, 0)
-
-
-def largest_error(ours: Tensor, theirs: Tensor, relative: float) -> float:
-    """max|a - b| as a share of what is allowed."""
-    ours, theirs = ours.detach(), theirs.detach()
-    return float((ours - theirs).abs().max() / (relative * theirs.abs().max() + 1e-12))
+from megalite.hf.import_model import sources
+from tests.hf.peers import PEERS, as_in_files, batch_of, imported, largest_error, save_peer
 
 
 def peer_gradients(peer: Any, name: str, config: Any) -> dict[str, Tensor]:
@@ -35,7 +19,7 @@ def peer_gradients(peer: Any, name: str, config: Any) -> dict[str, Tensor]:
     family = FAMILIES[PEERS[name].model_type]
     gradients = dict(as_in_files(family.model_type, {key: value.grad for key, value in peer.named_parameters()}))
     return {
-        ours: source.form.join(*(gradients[tensor] for tensor in source.tensors))
+        ours: source.join(*(gradients[tensor] for tensor in source.tensors))
         for ours, source in sources(family, config).items()
     }
 
@@ -43,9 +27,7 @@ def peer_gradients(peer: Any, name: str, config: Any) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", PEERS)
 def test_logits_and_every_gradient_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     peer = save_peer(name, tmp_path)
-    config = matching_config(tmp_path, **{"moe.aux_loss_coeff": 0.0})  # theirs is another function
-    model = gpt(config, dtype=torch.float64, device=torch.device("cpu"), seed=0)
-    fill(model, import_model(tmp_path, config))
+    config, model = imported(tmp_path, **{"moe.aux_loss_coeff": 0.0})  # theirs is another function
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(53, (3, 25), generator=generator)
     batch = batch_of(tokens, torch.rand(3, 24, generator=generator) > 0.3)
@@ -78,9 +60,7 @@ def test_logits_and_every_gradient_are_those_of_transformers(name: str, tmp_path
 def test_balancing_losses_are_what_transformers_makes_of_its_router_logits(name: str, tmp_path: Path) -> None:
     """Of one layer at a time: over several, theirs is of the means. Its shares add up to top_k, ours to 1."""
     peer = save_peer(name, tmp_path)
-    config = matching_config(tmp_path, **{"moe.aux_loss_coeff": 0.3, "moe.z_loss_coeff": 0.2})
-    model = gpt(config, dtype=torch.float64, device=torch.device("cpu"), seed=0)
-    fill(model, import_model(tmp_path, config))
+    config, model = imported(tmp_path, **{"moe.aux_loss_coeff": 0.3, "moe.z_loss_coeff": 0.2})
     generator = torch.Generator().manual_seed(3)
     batch = batch_of(torch.randint(53, (3, 25), generator=generator), torch.rand(3, 24, generator=generator) > 0.3)
     model.loss(batch, torch.ones((), dtype=torch.float64))

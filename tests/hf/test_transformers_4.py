@@ -5,18 +5,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from megalite.data.tokenizers import TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer
 from megalite.hf.export import export_model
-from megalite.model.init import fill
-from megalite.model.parameters import gpt_parameters
-from tests.hf.test_export import SMALL, small
-from tests.hf.test_oracles import batch_of, largest_error
-from tests.model.small import gpt
+from megalite.model.gpt import GPT
+from tests.hf.peers import SMALL, batch_of, largest_error, of_random_weights, small
 
 TEXT = "the stone by the river lay in the light of the cloud."
 LOAD = """
@@ -52,17 +48,12 @@ def transformers_4(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def export(folder: Path, family: str, tokenizer: TextTokenizer) -> Any:
+def export(folder: Path, family: str, tokenizer: TextTokenizer) -> GPT:
     """A model of random values as a folder of Hugging Face's, and the same as ours."""
     yarn = {"rope_scaling": "yarn", "rope_scaling_factor": 4.0, "rope_original_positions": 16}
     config = small(family, vocab_size=tokenizer.vocab_size, **(yarn if family == "qwen3" else {}))
-    generator = torch.Generator().manual_seed(1)
-    records = gpt_parameters(config)
-    values = [(record.name, torch.randn(record.shape, generator=generator).double() * 0.3) for record in records]
-    model = gpt(config, dtype=torch.float64, device=torch.device("cpu"), seed=0).eval()
-    fill(model, values)
-    end = tokenizer.end_of_document
-    export_model(values, config, folder, dtype=torch.float64, context_length=32, end_of_document=end)
+    model, values = of_random_weights(config)
+    export_model(values, config, folder, torch.float64, 32, tokenizer.end_of_document)
     tokenizer.save(folder)
     return model
 
@@ -73,15 +64,8 @@ def test_exports_load_in_transformers_4_and_compute_the_same(transformers_4: Pat
     cases = {tmp_path / f"{family}-{name}": (family, name) for family in SMALL for name in tokenizers}
     models = {folder: export(folder, family, tokenizers[name]) for folder, (family, name) in cases.items()}
     environment = {**os.environ, "PYTHONPATH": str(transformers_4), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", LOAD, *map(str, cases)],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-        env=environment,
-        cwd=tmp_path,
-    )
+    command = [sys.executable, "-c", LOAD, *map(str, cases)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found.pop("version") == "4.57.6"
@@ -89,12 +73,8 @@ def test_exports_load_in_transformers_4_and_compute_the_same(transformers_4: Pat
         loaded, tokenizer = found[str(folder)], tokenizers[name]
         ids = tokenizer.encode("the stone by the light")
         assert (loaded["class"], loaded["told"]) == ("PreTrainedTokenizerFast", []), folder
-        assert (loaded["ids"], loaded["text"], loaded["end"]) == (
-            ids,
-            "the stone by the light",
-            tokenizer.end_of_document,
-        )
-        tokens = torch.tensor([[*ids, ids[0]]])
-        ours = models[folder].logits(batch_of(tokens, torch.ones(1, len(ids), dtype=torch.bool)))
+        assert (loaded["ids"], loaded["end"]) == (ids, tokenizer.end_of_document)
+        assert loaded["text"] == "the stone by the light"
+        ours = models[folder].logits(batch_of(torch.tensor([[*ids, ids[0]]])))
         bound = 1e-9 if family == "gpt2" else 1e-6  # transformers computes RMSNorm of fp64 models in fp32
         assert largest_error(ours, torch.tensor([loaded["logits"]], dtype=torch.float64), bound) <= 1, folder

@@ -8,8 +8,7 @@ from unittest.mock import Mock
 import pytest
 
 from megalite.observe.run_data import read_run
-from megalite.train.history import read_events, read_metrics
-from megalite.train.run_log import RunLog
+from megalite.train.history import RunLog, read_events, read_metrics
 from tests.train.runs import write_text
 from tests.train.test_bad_steps import poison
 from tests.train.test_run import config_for, start, stop_after

@@ -7,12 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import xxhash
 
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
-from megalite.train.history import Seals, changes, read_events, read_metrics
-from megalite.train.run_log import RunLog, open_record
+from megalite.train.history import RunLog, open_record, read_events, read_metrics
 from megalite.train.saving import Progress
 
 
@@ -28,20 +26,6 @@ def test_resume_cuts_later_steps_and_a_torn_last_line(tmp_path: Path) -> None:
     metrics.write(json.dumps({"step": 4, "loss": 0.1 + 0.2, "grad_norm": math.inf}) + "\n")
     assert read_metrics(path) == [*whole[:3], {"step": 4, "loss": 0.1 + 0.2, "grad_norm": math.inf}]
     metrics.close()
-
-
-def test_a_seal_reads_what_was_added_and_an_edit_meanwhile_is_told(tmp_path: Path) -> None:
-    path, sealed = tmp_path / "metrics.jsonl", Seals(tmp_path)
-    for content, after in ((b"one\n", b"0ne\n"), (b"0ne\ntwo\n", b"0ne\ntwo\n")):
-        path.write_bytes(content)
-        record = sealed()
-        path.write_bytes(after)
-    whole = b"one\ntwo\n"
-    assert record["metrics.jsonl"] == {"bytes": len(whole), "hash": xxhash.xxh3_128_hexdigest(whole)}
-    (told,) = changes(tmp_path, record, 2)
-    assert "metrics.jsonl was changed" in told
-    path.write_bytes(whole)
-    assert changes(tmp_path, record, 2) == []
 
 
 @pytest.mark.parametrize("content", [b"mine\n", b'{"text": "mine"}\n'])
@@ -64,7 +48,6 @@ DAMAGED_EVENTS: list[dict[str, Any]] = [
     {"kind": "start", "time": "yesterday"},
     {"kind": "start", "step": -3},
     {"kind": "start", "about": [["model", 3]]},
-    {"kind": "start", "time": 1e17},
 ]
 DAMAGED = [
     '{"step": -3, "loss": 1.0}',
@@ -72,7 +55,6 @@ DAMAGED = [
     '{"step": 2, "loss": 1.0, "time_split": {"data": "long"}}',
     '{"step": 2}',
     '{"step": 2, "loss": 1',
-    '{"step": 2, "loss": 1e400}',
     '{"step": 2, "loss": 1.0, "note": "\udcff"}',
     "[" * 100_000,
     *(json.dumps({**event("start", 4), **damage}) for damage in DAMAGED_EVENTS),
@@ -110,9 +92,8 @@ def test_control_characters_are_written_out_and_lines_stay_lines(tmp_path: Path)
     job = SimpleNamespace(folder=SimpleNamespace(path=tmp_path), context=ParallelContext(rank=1), progress=Progress())
     log.open(job, lambda *_: [])  # type: ignore[arg-type]
     log.note("saved a\x1b[2Jb\x07\n\tand more")
-    log.error(1, "failed\rwell")
+    log.write("failed\rwell", "ERROR")
     lines = (tmp_path / "logs" / "rank-00001.log").read_text().splitlines()
     assert lines[1].endswith("INFO saved a\\x1b[2Jb\\x07")
     assert lines[2] == "\tand more"
-    assert lines[3].endswith("ERROR failed at step 2")
-    assert lines[4] == "failed\\rwell"
+    assert lines[3].endswith("ERROR failed\\rwell")

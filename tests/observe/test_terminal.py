@@ -12,13 +12,24 @@ import pytest
 from megalite.observe import readable
 from megalite.observe.run_data import RunData
 from megalite.observe.terminal import NAMES_EVERY, Terminal
-from megalite.train.metrics import StepMetrics
 
-STEP = StepMetrics(
-    step=1, tokens=4096, loss=8.3213, lr=1e-5, grad_norm=2.5, tokens_per_s=13421.4, mean_tokens_per_s=12000.0,
-    step_time_s=0.3052, training_s=0.34, memory_gib=1.214, data_wait_share=0.0012,
-    batch_tokens=4096, skipped=False, stop=False, refused=False,
-).to_json()  # fmt: skip
+STEP: dict[str, Any] = {
+    "step": 1,
+    "tokens": 4096,
+    "loss": 8.3213,
+    "lr": 1e-5,
+    "grad_norm": 2.5,
+    "tokens_per_s": 13421.4,
+    "mean_tokens_per_s": 12000.0,
+    "step_time_s": 0.3052,
+    "training_s": 0.34,
+    "memory_gib": 1.214,
+    "data_wait_share": 0.0012,
+    "time_split": {},
+    "mfu": None,
+    "mfu_causal": None,
+    "bad_steps": 0,
+}
 
 
 def line(**changes: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megalite.commands import buffers
+from megalite.commands import plan
 from megalite.config.schema import MoEConfig
 from megalite.launch.context import ParallelContext
 from megalite.layout.buffer_layout import BufferLayout, OwnedRange
@@ -23,12 +23,12 @@ GPT2 = ("model=gpt2", "model.vocab_size=50257", "precision=bf16")
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
-    assert buffers.main(arguments) == 0
+    assert plan.buffers(arguments) == 0
     return capsys.readouterr().out.splitlines()
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert buffers.main(arguments) == 2
+    assert plan.buffers(arguments) == 2
     said = capsys.readouterr()
     assert said.out == ""
     return said.err
@@ -105,6 +105,7 @@ def test_owners_are_named(arguments: str, owners: str, capsys: pytest.CaptureFix
             ("2 problems", "model.num_layers=0", "optimizer.zero=2"),
         ),
         (("--rank", "2"), ("--rank=2: there are 2 ranks, counted from 0",)),
+        (("--world-size", "4", "--dp", "2"), ("--dp: not allowed with argument --world-size",)),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused_all_at_once(

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megalite.commands import ranks, schedule
+from megalite.commands.plan import ranks, schedule
 from megalite.layout.ranks import ParallelLayout
 from megalite.pipeline.simulator import Span
 from megalite.plan.picture import Picture
@@ -37,9 +37,9 @@ def boxes(picture: Picture, style: str) -> list[tuple[float, float, float, float
 def test_a_command_draws_over_its_own_pictures_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "a.svg"
     words = ["--world-size", "4", "--picture", str(path)]
-    assert [ranks.main(words), ranks.main(words)] == [0, 0], capsys.readouterr().err
+    assert [ranks(words), ranks(words)] == [0, 0], capsys.readouterr().err
     of_ranks = path.read_bytes()
-    assert schedule.main(["parallel.pp=2", "train.global_batch_size=16", "--picture", str(path)]) == 2
+    assert schedule(["parallel.pp=2", "train.global_batch_size=16", "--picture", str(path)]) == 2
     assert path.read_bytes() == of_ranks
     assert [each.name for each in tmp_path.iterdir()] == ["a.svg"]
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megalite.commands import ranks
+from megalite.commands.plan import ranks
 from tests.plan import running
 from tests.plan.running import Done
 
@@ -18,7 +18,7 @@ SCRIPT = "scripts/rank_generator.py"
 
 
 def run(*arguments: str) -> Done:
-    return running.run(ranks.main, *arguments)
+    return running.run(ranks, *arguments)
 
 
 def groups(*arguments: str) -> Any:
@@ -132,7 +132,7 @@ def test_tables_end_with_the_stages_and_the_name_of_the_picture(tmp_path: Path) 
 def test_everything_that_is_wrong_is_told_at_once_and_nothing_is_written(
     words: str, settings: set[str], tmp_path: Path
 ) -> None:
-    done = running.run(ranks.main, "--world-size", *words.split(), cwd=tmp_path)
+    done = running.run(ranks, "--world-size", *words.split(), cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert {*re.findall(r"^  \d+\. ([\w.-]+)", done.stderr, re.MULTILINE)} == settings
     assert not list(tmp_path.iterdir())

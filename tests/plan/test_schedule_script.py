@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.commands import schedule
+from megalite.commands.plan import schedule
 from tests.plan import running
 from tests.plan.running import Done
 
@@ -14,7 +14,7 @@ SMALL = ("train.global_batch_size=8", "train.micro_batch_size=1")
 
 
 def run(*arguments: str, cwd: Path | None = None) -> Done:
-    return running.run(schedule.main, *arguments, cwd=cwd)
+    return running.run(schedule, *arguments, cwd=cwd)
 
 
 def test_a_schedule_is_told_and_drawn(tmp_path: Path) -> None:

@@ -108,6 +108,7 @@ def run_on_other_text() -> None:
 
 
 A, LONG = "data=text data.path=a", text("a.txt", "x" * 900)
+SCHEMA = pyarrow.schema([("text", pyarrow.string())])
 PARQUET = table("a.parquet", text=["abc"] * 99)
 SET = text("set/train.jsonl", GOOD * 10)
 SCAN, BLEND = "--verify data=tokens data.path=corpus", "data=tokens data.path=[a,b]"
@@ -122,6 +123,7 @@ ROWS: list[tuple[str, str, Arrange]] = [  # the command, words of its refusal, w
     (f"{A}.csv", "a.csv|not csv in UTF-8", text("a.csv", b"text\nx\n\xff\n")),
     (f"{A}.parquet", "a.parquet|arquet|copy it again", several(PARQUET, patched("a.parquet", cut_in_half))),
     (f"{A}.parquet", "'text'|it has: body, id|data.text_column", table("a.parquet", body=["x"], id=[1])),
+    (f"{A}.parquet tokenizer=bpe", "holds no text at all", lambda: parquet.ParquetWriter("a.parquet", SCHEMA).close()),
     (f"{A}.parquet", "'text' holds int|a.parquet|data.text_column", table("a.parquet", text=[1])),
     (f"{A}.parquet", "a.parquet|'utf-8' codec", not_utf8),
     (f"{A}.jsonl", "a.jsonl: line 2|can't decode byte 0xff", text("a.jsonl", GOOD.encode() + b'{"text": "\xff"}\n')),
@@ -202,10 +204,11 @@ def test_an_unreadable_file_and_a_full_disk_are_said_plainly(
     def full(self: object, tokens: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "open", refuse)
-    with pytest.raises(UserError, match=r"a\.txt.*cannot be read: Permission denied"):
-        preparation.prepare(config)
-    monkeypatch.setattr(Path, "open", opened)
+    for name in ("is_dir", "open"):  # its folder cannot be entered, and it cannot be read
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, name, refuse)
+            with pytest.raises(UserError, match=r"a\.txt.*cannot be read: Permission denied"):
+                preparation.prepare(config)
     monkeypatch.setattr(TokenWriter, "add", full)
     with pytest.raises(UserError, match=r"No space left[\s\S]*is kept"):
         preparation.prepare(config)

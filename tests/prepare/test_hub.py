@@ -4,6 +4,7 @@ import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -50,6 +51,16 @@ def test_a_tokenizer_without_network_is_refused_in_seconds(name: str) -> None:
     with pytest.raises(UserError, match=r"not in the local cache[\s\S]*to work offline"):
         named_tokenizer(name)
     assert time.monotonic() - begin < 5
+
+
+@pytest.mark.parametrize(("status", "there"), [(200, True), (404, True), (403, False), (407, False), (502, False)])
+def test_an_answer_is_an_answer_unless_a_proxy_refuses(
+    status: int, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    answer = SimpleNamespace(head=lambda *_, **__: SimpleNamespace(status_code=status))
+    monkeypatch.setattr("huggingface_hub.get_session", lambda: answer)
+    assert hub._answers() is there
 
 
 @pytest.mark.usefixtures("silent_server")

@@ -103,7 +103,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(children) >= 2
     process.kill()
-    process.communicate()
+    process.communicate(timeout=30)  # to the end of its output, which the workers hold as well
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{child}").exists() and not is_zombie(child) for child in children):
         assert time.monotonic() < deadline, "a worker outlived its parent"

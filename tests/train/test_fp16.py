@@ -1,7 +1,6 @@
 """fp16: the loss scale is found, what overflows is skipped on every rank, and what is told is the loss itself."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -11,19 +10,16 @@ from megalite.launch.context import ParallelContext
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.ranks import ParallelLayout
 from megalite.train.build import Training, build_training, fill_with_start_values
+from megalite.train.metrics import StepMetrics
 from megalite.train.step import TrainStep
 from tests.optim.small_model import small_config
 from tests.ranks import run_ranks
 
 
-@dataclass(frozen=True)
-class Seen:
-    """One step: what it told, the scale after it, and whether it changed any master."""
+class Seen(NamedTuple):
+    """One step, the scale after it, and whether it changed any master."""
 
-    loss: float
-    grad_norm: float
-    skipped: bool
-    loss_scale: float
+    step: StepMetrics
     next_scale: float
     changed: bool
 
@@ -47,11 +43,9 @@ def train(context: ParallelContext, steps: int, broken_rank: int | None, optimiz
         if context.rank == broken_rank and number == 1:
             _break_once(training)
         batches = [batch_of(2 * context.index("dp") + microbatch) for microbatch in range(2)]
-        figures = step(batches, 32, 1e-2).read()
+        metrics = step(batches, 32, 1e-2).read()
         changed = not all(map(torch.equal, before, training.buffers.masters))
-        after = 1.0 if training.loss_scale is None else float(training.loss_scale.value)
-        told = (figures.loss, figures.grad_norm, figures.skipped, figures.loss_scale)
-        seen.append(Seen(*told, next_scale=after, changed=changed))
+        seen.append(Seen(metrics, 1.0 if training.loss_scale is None else float(training.loss_scale.value), changed))
     training.gather.finish()
     return seen
 
@@ -80,12 +74,12 @@ def run(layout: ParallelLayout, *arguments: Any, dtype: torch.dtype = torch.floa
 def test_a_scale_that_is_too_large_is_halved_until_steps_count(zero: int, layout: ParallelLayout) -> None:
     start = {"initial_loss_scale": 2.0**30, "hysteresis": 1, "zero": zero}
     one, other = run(layout, 30, None, start)
-    assert [seen.skipped for seen in one] == [seen.skipped for seen in other]
-    assert one[0].skipped
-    assert not any(seen.skipped for seen in one[-5:])
-    for seen in [*one, *other]:
-        assert seen.changed != seen.skipped
-        assert seen.next_scale == (seen.loss_scale / 2 if seen.skipped else seen.loss_scale)
+    assert [seen.step.skipped for seen in one] == [seen.step.skipped for seen in other]
+    assert one[0].step.skipped
+    assert not any(seen.step.skipped for seen in one[-5:])
+    for metrics, next_scale, changed in [*one, *other]:
+        assert changed != metrics.skipped
+        assert next_scale * (2 if metrics.skipped else 1) == metrics.loss_scale
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"dp{layout.dp}-pp{layout.pp}")
@@ -93,8 +87,8 @@ def test_figures_are_those_of_fp32(layout: ParallelLayout) -> None:
     """The scale is in neither the loss nor the norm."""
     scaled = run(layout, 4, None, {"initial_loss_scale": 2.0**12})[0]
     plain = run(layout, 4, None, {}, dtype=torch.float32)[0]
-    assert not any(seen.skipped for seen in scaled)
-    for one, other in zip(scaled, plain, strict=True):
+    assert not any(seen.step.skipped for seen in scaled)
+    for (one, *_), (other, *_) in zip(scaled, plain, strict=True):
         assert one.loss == pytest.approx(other.loss, rel=2e-3)
         assert one.grad_norm == pytest.approx(other.grad_norm, rel=2e-2)
 
@@ -104,6 +98,6 @@ def test_figures_are_those_of_fp32(layout: ParallelLayout) -> None:
 def test_what_overflows_on_one_rank_is_skipped_on_all(zero: int, layout: ParallelLayout) -> None:
     start = {"initial_loss_scale": 2.0**12, "hysteresis": 2, "zero": zero, "overlap": False}
     for seen in run(layout, 4, 1, start):
-        assert [each.skipped for each in seen] == [False, True, False, False]
+        assert [each.step.skipped for each in seen] == [False, True, False, False]
         assert [each.changed for each in seen] == [True, False, True, True]
-        assert {each.loss_scale for each in seen} == {2.0**12}, "one chance is used up, the scale stays"
+        assert {each.step.loss_scale for each in seen} == {2.0**12}, "one chance is used up, the scale stays"

@@ -4,7 +4,6 @@ import json
 import re
 import time
 import weakref
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,68 +23,49 @@ from megalite.train.metrics import SLOW, Meter, StepMetrics, stragglers
 from tests.train.runs import outcome, write_text
 from tests.train.test_run import config_for, run_on
 
-
-def test_a_line_of_metrics_has_its_names_in_order_and_leaves_out_what_is_not_of_the_run() -> None:
-    dense = StepMetrics(loss=2.0, grad_norm=1.0, batch_tokens=64, skipped=False, stop=False, refused=False, step=3)
-    names = "step tokens loss lr grad_norm tokens_per_s mean_tokens_per_s step_time_s training_s memory_gib"
-    names += " data_wait_share time_split mfu mfu_causal bad_steps"
-    assert " ".join(dense.to_json()) == names
-    others = replace(dense, loss_scale=1024.0, cuts={"whole": 2}, moe={"z_loss": 0.1}).to_json()
-    assert " ".join(others) == f"{names} loss_scale cuts moe"
-    assert dense.to_json()["mfu"] is None, "known to be unknown"
+NAMES = "step tokens loss lr grad_norm tokens_per_s mean_tokens_per_s step_time_s training_s memory_gib"
+NAMES += " data_wait_share time_split mfu mfu_causal bad_steps"
 
 
-def test_every_line_of_a_step_is_a_record(tmp_path: Path) -> None:
-    line = StepMetrics(2.0, 1.0, 64, False, False, False, 8.0, step=3, cuts={"zigzag": 2}, moe={"z_loss": 0.1})
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(line.to_json()) + "\n")
-    assert read_metrics(tmp_path / "metrics.jsonl", pytest.fail) == [line.to_json()]
-
-
-def test_a_meter_keeps_no_step_but_the_newest(text: Path, tmp_path: Path) -> None:
-    """With train.log_interval=100000 there may be many steps between two lines."""
+def test_a_line_of_metrics_is_a_record_with_its_names_in_order_and_nothing_that_is_not_of_the_run(
+    text: Path, tmp_path: Path
+) -> None:
+    """With train.log_interval=100000 there may be many steps between two lines: a meter keeps none but the newest."""
     config = derive(config_for(text, tmp_path))
     config.model.vocab_size = 257
-    meter = Meter(config, ParallelContext(), {})
-    data = StepBatches(PlannedStep(1, 0, 8, skipped=False), [], 0)
-    split, steps = dict.fromkeys(STEP_PARTS, 0.5), list[weakref.ref[StepMetrics]]()
+    meter, split, steps = Meter(config, ParallelContext(), {}), dict.fromkeys(STEP_PARTS, 0.5), []
     for step in range(1, 4):
-        metrics = StepMetrics(2.0, 1.0, 64, False, False, False, step=step, time_split=dict(split))
+        metrics = StepMetrics(2.0, 1.0, 64, False, False, False, time_split=dict(split))
         steps.append(weakref.ref(metrics))
-        meter.add(metrics, data)
+        meter.add(metrics, StepBatches(PlannedStep(step, 0, 8, skipped=False), [], 0), 0.1)
         del metrics
     assert [step() is None for step in steps] == [True, True, False]
-    measured = meter.measured()
-    assert measured is not None
-    assert measured.time_split == split
-    assert measured.training_s == 3 * measured.step_time_s == pytest.approx(1.5 * len(STEP_PARTS))
+    line = meter.line(tokens=192, bad_steps=0)
+    assert line is not None
+    assert " ".join(line) == NAMES
+    assert (line["step"], line["time_split"], line["mfu"]) == (3, split, None)
+    assert line["training_s"] == 3 * line["step_time_s"] == pytest.approx(1.5 * len(STEP_PARTS))
+    assert meter.line(tokens=192, bad_steps=0) is None
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert read_metrics(tmp_path / "metrics.jsonl", pytest.fail) == [line]
 
 
-def slow(compute_s: list[float], stages: list[int] | None = None) -> list[int]:
-    return [*stragglers(compute_s, stages or [0] * len(compute_s))]
-
-
-def test_who_takes_much_longer_than_half_of_its_equals_is_slow() -> None:
-    assert slow([1.0, 1.1, 1.0, 1.25]) == []
-    assert slow([1.0, 1.1, 1.4, 1.0]) == [2]
-    assert slow([1.0, 2.0]) == [1]
-    assert slow([1.0, 2.0, 4.0, 1.0, 1.0]) == [1, 2]
-
-
-def test_a_stage_is_measured_by_itself() -> None:
-    """The one with the loss has more to do."""
-    assert slow([1.0, 1.0, 3.0, 3.1], [0, 0, 1, 1]) == []
-    assert slow([1.0, 1.0, 3.0, 6.0], [0, 0, 1, 1]) == [3]
-    assert slow([1.0, 9.0], [0, 1]) == []
-
-
-def test_many_ranks_are_judged_at_once() -> None:
-    begun = time.monotonic()
-    assert slow([1.0] * 20_000 + [2.0], [*range(20_000), 0]) == [20_000]
-    assert time.monotonic() - begun < 2
-
-
-def test_before_anything_was_measured_nobody_is_slow() -> None:
-    assert slow([0.0, 0.0, 0.0]) == []
+@pytest.mark.parametrize(
+    ("compute_s", "stages", "found"),
+    [
+        ([1.0, 1.1, 1.0, 1.25], None, []),
+        ([1.0, 1.1, 1.4, 1.0], None, [2]),
+        ([1.0, 2.0, 4.0, 1.0, 1.0], None, [1, 2]),
+        ([1.0, 1.0, 3.0, 3.1], [0, 0, 1, 1], []),  # the stage with the loss has more to do
+        ([1.0, 1.0, 3.0, 6.0], [0, 0, 1, 1], [3]),
+        ([1.0, 9.0], [0, 1], []),
+        ([0.0, 0.0, 0.0], None, []),  # nothing was measured
+    ],
+)
+def test_who_takes_much_longer_than_half_of_its_stage_is_slow(
+    compute_s: list[float], stages: list[int] | None, found: list[int]
+) -> None:
+    assert [*stragglers(compute_s, stages or [0] * len(compute_s))] == found
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=40))

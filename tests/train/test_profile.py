@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-import megalite.train.profile as profile_module
+import megalite.train.loop as loop_module
 from megalite.config.derive import derive
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
@@ -42,10 +42,10 @@ def test_a_profiled_step_leaves_a_trace_and_a_table_and_learns_the_same(text: Pa
 def test_a_trace_that_cannot_be_kept_does_not_end_the_run(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def no_space(path: Any, content: bytes = b"") -> None:
-        raise OSError(28, "No space left on device", str(path))
+    def no_space(self: Any, path: str) -> None:
+        raise OSError(28, "No space left on device", path)
 
-    monkeypatch.setattr(profile_module, "write_atomically", no_space)
+    monkeypatch.setattr(loop_module.profile, "export_chrome_trace", no_space)
     assert start(config_for(text, tmp_path / "run", steps=3, profile_steps=[2])) == 0
     assert "warning: the profile of step 2 could not be kept" in capsys.readouterr().out
     assert max(losses(tmp_path / "run")) == 3
@@ -63,7 +63,7 @@ def _pending_after_profile(context: ParallelContext, config: Config) -> int:
     """Transfers of parameters that are under way when the record ends."""
     gathers: list[ParameterGather] = []
     found: list[int] = []
-    start, stop = ParameterGather.start, profile_module.profile.__exit__
+    start, stop = ParameterGather.start, loop_module.profile.__exit__
 
     def watched_start(self: ParameterGather) -> None:
         gathers.append(self)
@@ -73,6 +73,6 @@ def _pending_after_profile(context: ParallelContext, config: Config) -> int:
         found.append(len(gathers[-1]._pending))
         stop(self, *error)
 
-    ParameterGather.start, profile_module.profile.__exit__ = watched_start, watched_stop  # type: ignore[method-assign]
+    ParameterGather.start, loop_module.profile.__exit__ = watched_start, watched_stop  # type: ignore[method-assign]
     assert train_on_rank(context, config) == 0
     return found[0]

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-import megalite.train.loop as loop_module
 from megalite.checkpoint.reading import newest
 from megalite.config.derive import derive
 from megalite.config.schema import Config
@@ -50,15 +49,6 @@ def test_a_run_that_is_stopped_on_its_way_up_goes_on_as_if_it_was_not(
 ) -> None:
     train = growing(text, tmp_path, skip_steps=SKIPPED).train
     assert not resume_differs(text, tmp_path, monkeypatch, train=train)
-
-
-def test_a_start_that_forgets_how_many_samples_were_consumed_is_noticed(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The negative control: the batches of a continued run begin small again."""
-    planned = loop_module.planned_steps
-    monkeypatch.setattr(loop_module, "planned_steps", lambda train, done, samples: planned(train, done=done, samples=0))
-    assert resume_differs(text, tmp_path, monkeypatch, train=growing(text, tmp_path).train)
 
 
 def test_a_step_that_is_passed_over_changes_no_weight_and_no_moment(text: Path, tmp_path: Path) -> None:
@@ -118,10 +108,6 @@ def test_a_spike_is_passed_over_from_the_checkpoint_before_it(
     assert after[7] != before[7]
 
 
-def _run(context: ParallelContext, config: Config) -> int:
-    return train_on_rank(context, config)
-
-
 @pytest.mark.parametrize(
     "layout",
     [
@@ -142,7 +128,7 @@ def test_a_run_goes_on_in_the_middle_of_its_ramp_on_another_layout(
     assert start(replace(moved, train=replace(moved.train, steps=5))) == 0
     parallel = replace(moved.parallel, pp=layout.pp, timeout_s=20)
     config = derive(replace(moved, parallel=parallel), layout.world_size)
-    assert run_ranks(_run, layout.world_size, config, layout=layout, needs=needs_of(config), timeout=40) == [0, 0]
+    assert run_ranks(train_on_rank, 2, config, layout=layout, needs=needs_of(config), timeout=40) == [0, 0]
     found, expected = losses(tmp_path / "moved"), losses(tmp_path / "whole")
     assert found.keys() == expected.keys()
     for step, loss in expected.items():

@@ -1,7 +1,6 @@
 """Nothing is lost: a run that was killed or stopped ends exactly where the uninterrupted one ends, bit for bit."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -90,13 +89,6 @@ def test_its_folder_alone_continues_a_run_elsewhere(
     assert "started with model.hidden_size=64" in capsys.readouterr().err
 
 
-@pytest.mark.long
-def test_without_asserts_it_saves_all_the_same(folder: Path, uninterrupted: Path) -> None:
-    status, output = finish(launch(overrides(folder, "optimized"), variables={"PYTHONOPTIMIZE": "1"}))
-    assert status == 0, output
-    assert_same_run(folder / "optimized", uninterrupted)
-
-
 @pytest.mark.parametrize("pp", [2, pytest.param(1, marks=pytest.mark.long)])
 def test_two_ranks_continue_after_one_of_them_is_killed(folder: Path, pp: int) -> None:
     """Stages of a pipeline, and replicas."""
@@ -114,38 +106,3 @@ def test_two_ranks_continue_after_one_of_them_is_killed(folder: Path, pp: int) -
     assert metrics(broken)[-1]["step"] < 16
     assert run_ranks(run_words, 2, arguments, layout=layout) == [0, 0]
     assert_same_run(broken, whole, steps=16)
-
-
-# Ranks, tp and pp. At tp 4 two ranks share each key-value head.
-MOVES = [(2, 1, 2), (1, 1, 1), (2, 2, 1)]
-EVERY_MOVE = [*MOVES, (4, 4, 1), (2, 1, 2), (1, 1, 1), (4, 2, 2), (4, 4, 1), (2, 1, 1), (4, 1, 2), (4, 2, 1)]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("moves", [MOVES, EVERY_MOVE], ids=["some", "every"])
-def test_a_run_moves_between_layouts(
-    folder: Path, moves: list[tuple[int, int, int]], request: pytest.FixtureRequest
-) -> None:
-    """In fp64, without dropout: the design's bound for another layout."""
-    exact = ("precision=fp64", "model.dropout=0")
-    name = f"fp64-moved-{request.node.callspec.id}"
-    whole = name.replace("moved", "whole")
-    for number, (ranks, tp, pp) in enumerate(moves, 1):
-        # lr.schedule=constant: the length of the run, which changes here, is no part of the learning rate
-        moved = (name, *exact, f"train.steps={2 * number}", f"parallel.tp={tp}", f"parallel.pp={pp}", *CONSTANT)
-        layout = ParallelLayout(tp=tp, pp=pp, dp=ranks // (tp * pp))
-        assert run_ranks(run_words, ranks, overrides(folder, *moved), layout=layout) == [0] * ranks
-    unmoved = overrides(folder, whole, *exact, f"train.steps={2 * len(moves)}", *CONSTANT)
-    assert run_words(ParallelContext(), unmoved) == 0
-    found = losses_by_step(folder / name)
-    expected = losses_by_step(folder / whole)
-    assert found.keys() == expected.keys()
-    for step, values in expected.items():
-        assert found[step] == pytest.approx(values, rel=1e-10, abs=1e-12)
-
-
-CONSTANT = ("lr.schedule=constant", "lr.warmup_steps=2", "model.num_key_value_heads=2")
-
-
-def losses_by_step(run: Path) -> dict[int, tuple[Any, ...]]:
-    return {record["step"]: (record["loss"], record["grad_norm"]) for record in metrics(run) if "loss" in record}

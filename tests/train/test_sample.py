@@ -49,23 +49,12 @@ def test_the_next_token_is_drawn_from_what_the_model_says_after_the_prompt(monke
         assert token == int(said[0, -1].argmax())
 
 
-def test_a_window_is_as_short_as_it_may_be_unless_one_shape_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[int, ...]] = []
-    batch = evaluate_module.unscored
-    monkeypatch.setattr(evaluate_module, "unscored", lambda window: seen.append(tuple(window.shape)) or batch(window))
-    texts(PROMPTS, seq_length=1000)
-    assert {*seen} == {(3, 64)}
-    seen.clear()
-    texts(PROMPTS, seq_length=1000, rows=2)
-    assert {*seen} == {(2, 1000)}
-
-
 def sampled(run_dir: Path) -> dict[tuple[int, str], str]:
     events = read_events(run_dir / "events.jsonl")
     return {(it["step"], it["prompt"]): it["text"] for it in events if it["kind"] == "sample"}
 
 
-SAMPLING = {"sample_interval": 5, "sample_prompts": ["tree ", ""], "sample_tokens": 6}
+SAMPLING = {"sample_interval": 6, "sample_prompts": ["tree ", ""], "sample_tokens": 6}
 
 
 def test_samples_are_written_on_the_way_and_at_the_end_and_change_nothing(
@@ -75,16 +64,10 @@ def test_samples_are_written_on_the_way_and_at_the_end_and_change_nothing(
     assert "the model writes" not in capsys.readouterr().out
     assert sampled(tmp_path / "plain") == {}
     assert start(config_for(text, tmp_path / "sampling", **SAMPLING)) == 0
-    assert capsys.readouterr().out.count("the model writes") == 2 * 3  # after two steps, and at the end
-    assert {*sampled(tmp_path / "sampling")} == {(step, prompt) for step in (5, 10, 12) for prompt in ("tree ", "")}
+    assert capsys.readouterr().out.count("the model writes") == 2 * 2  # on the way, and at the end, once
+    assert {*sampled(tmp_path / "sampling")} == {(step, prompt) for step in (6, 12) for prompt in ("tree ", "")}
     assert losses(tmp_path / "sampling") == losses(tmp_path / "plain")
     assert state_bytes(tmp_path / "sampling", STEPS) == state_bytes(tmp_path / "plain", STEPS)
-
-
-def test_a_sample_after_the_last_step_is_not_made_twice(text: Path, tmp_path: Path) -> None:
-    assert start(config_for(text, tmp_path / "run", sample_interval=6, sample_tokens=4)) == 0
-    events = [it for it in read_events(tmp_path / "run" / "events.jsonl") if it["kind"] == "sample"]
-    assert [it["step"] for it in events] == [6, 12]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +80,7 @@ def test_a_sample_after_the_last_step_is_not_made_twice(text: Path, tmp_path: Pa
 )
 def test_every_layout_writes_the_texts_of_one_process(text: Path, tmp_path: Path, layout: ParallelLayout) -> None:
     def config(name: str, **parallel: int) -> Config:
-        found = config_for(text, tmp_path / name, **SAMPLING, steps=5)
+        found = config_for(text, tmp_path / name, **SAMPLING, steps=6)
         model = replace(found.model, num_layers=2, dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)
         return replace(found, precision="fp64", model=model, parallel=replace(found.parallel, **parallel))
 
@@ -107,18 +90,16 @@ def test_every_layout_writes_the_texts_of_one_process(text: Path, tmp_path: Path
     assert len(sampled(tmp_path / "run")) == 2
 
 
-def prompts(text: Path, **settings: Any) -> list[tuple[str, list[int]]]:
+def prompts(text: Path, **settings: Any) -> dict[str, list[int]]:
     config = config_for(text, text.parent / "unused", sample_prompts=settings.pop("prompts", None))
     config = replace(config, **settings)
-    return [(prompt.text, prompt.tokens) for prompt in prompts_of(config, open_data(config, prepare(config)))]
+    return prompts_of(config, open_data(config, prepare(config)))
 
 
 def test_a_sample_begins_with_the_prompt_or_an_end_of_document(text: Path) -> None:
-    assert prompts(text, prompts=["ab", ""]) == [("ab", [97, 98]), ("", [256])]
-    assert prompts(text) == [("", [256])]
-    (only,) = prompts(text, tokenizer="char")  # no end of document: the first symbol of the data
-    assert only[0] == ""
-    assert len(only[1]) == 1
+    assert prompts(text, prompts=["ab", ""]) == {"ab": [97, 98], "": [256]}
+    assert prompts(text) == {"": [256]}
+    assert len(prompts(text, tokenizer="char")[""]) == 1  # no end of document: the first symbol of the data
 
 
 def test_prompts_that_the_tokenizer_does_not_know_are_refused_before_anything_is_written(

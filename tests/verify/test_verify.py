@@ -196,7 +196,7 @@ def test_a_rank_that_cannot_finish_is_named(
         (["parallel.tp=16"], ["model.num_attention_heads=4: not a multiple of parallel.tp=16"]),
         (["parallel.tp=4", "model.foo=3"], ["model.foo=3: unknown setting"]),
         (["--world-size=6", "parallel.tp=4"], ["world size=6: not a multiple of parallel.tp=4"]),
-        (["--world-size=4", "--dp=2"], ["--dp=2: follows from --world-size 4"]),
+        (["--world-size=4", "--dp=2"], ["--dp: not allowed with argument --world-size"]),
         (["--dp=0"], ["--dp: 0 must be a whole number from 1"]),
         (["--world-size=1"], ["world size=1: one process is what layouts are compared to"]),
         (["--dp=3"], ["train.global_batch_size=8: not a multiple of 3"]),
@@ -216,7 +216,7 @@ def test_the_examples_of_the_command_are_layouts_that_it_accepts() -> None:
     assert verify_command.__doc__
     start = "python -m megalite verify "
     examples = [line.removeprefix(start) for line in verify_command.__doc__.splitlines() if line.startswith(start)]
-    assert len(examples) == 3
+    assert len(examples) == 2
     for example in examples:
         options, overrides = verify_command.main.parse(shlex.split(example))
         assert load(overrides, options.world_size, options.dp)[0].parallel.tp > 1, example

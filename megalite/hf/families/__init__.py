@@ -7,5 +7,3 @@ from megalite.hf.families.family import Family
 
 _MODULES = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
 FAMILIES: dict[str, Family] = {each.FAMILY.model_type: each.FAMILY for each in _MODULES if hasattr(each, "FAMILY")}
-*_FIRST, _LAST = (family.title for family in FAMILIES.values())
-NAMES = f"{', '.join(_FIRST)} or {_LAST}"

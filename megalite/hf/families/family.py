@@ -22,13 +22,13 @@ GPT_ONLY = {"quantization_config": None, "transformers_weights": None}  # keys w
 class Family(ABC):
     """A family of models. Subclasses give the data, and override methods where data is not enough."""
 
-    title: ClassVar[str]  # for people
     model_type: ClassVar[str]  # in config.json
     architecture: ClassVar[str]  # transformers' class
     prefix: ClassVar[str] = "model."  # of all tensors but the head
     has_experts: ClassVar[bool] = False
     conv1d: ClassVar[bool] = False  # weights are [in, out]; queries, keys and values of all heads follow each other
     keys: ClassVar[Mapping[str, str]]  # setting: key of config.json
+    also: ClassVar[Mapping[str, str]] = {}  # more keys, and settings whose type and bounds they have
     absent: ClassVar[Mapping[str, Any]]  # transformers' values of keys that config.json lacks
     only: ClassVar[Mapping[str, Any]]  # keys of which the GPT here knows one value; absent ones have it unless `absent`
     fixed: ClassVar[Mapping[str, Any]]  # settings with one value in all models of the family
@@ -37,27 +37,20 @@ class Family(ABC):
 
     def names(self, found: Found) -> dict[str, str]:
         """{key: setting} for the keys of a config.json whose type and bounds are those of a setting."""
-        return {key: name for name, key in self.keys.items()}
+        return {**{key: name for name, key in self.keys.items()}, **self.also}
 
     def settings(self, found: Found) -> dict[str, Any]:
         """The settings that a config.json amounts to. Its keys have the types of their settings, none is `beyond`."""
         found = {**self.absent, **found}
         settings = {**{name: found[key] for name, key in self.keys.items()}, **self.fixed}
         heads = settings["num_attention_heads"]
-        groups, size = settings.get("num_key_value_heads"), settings.get("head_size") or self.head_size
-        return settings | {
-            "num_key_value_heads": groups or heads,
-            "head_size": size or settings["hidden_size"] // heads,
-        }
+        size = settings.get("head_size") or self.head_size or settings["hidden_size"] // heads
+        return settings | {"num_key_value_heads": settings.get("num_key_value_heads") or heads, "head_size": size}
 
     def describe(self, settings: Settings) -> dict[str, Any]:
         """The keys of config.json for a resolved model; the inverse of `settings` where the family can express it."""
-        return {
-            "model_type": self.model_type,
-            "initializer_range": settings["init_std"],
-            **self.only,
-            **{key: settings[name] for name, key in self.keys.items()},
-        }
+        told = {key: settings[name] for name, key in self.keys.items()}
+        return {"model_type": self.model_type, "initializer_range": settings["init_std"], **self.only, **told}
 
     def beyond(self, found: Found) -> Iterator[Beyond]:
         """Keys whose value no setting says."""

@@ -9,7 +9,7 @@ GELU = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu_fast": 
 
 
 class GPT2(Family):
-    title, model_type, architecture = "GPT-2", "gpt2", "GPT2LMHeadModel"
+    model_type, architecture = "gpt2", "GPT2LMHeadModel"
     prefix, conv1d = "transformer.", True
     keys = {
         "num_layers": "n_layer",
@@ -21,11 +21,7 @@ class GPT2(Family):
         "norm_eps": "layer_norm_epsilon",
         "tie_embeddings": "tie_word_embeddings",
     }
-    absent = {
-        "n_inner": None,
-        "layer_norm_epsilon": 1e-5,
-        "tie_word_embeddings": True,
-    }
+    absent = {"n_inner": None, "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True}
     only = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
     fixed = {"position": "learned", "norm": "layernorm", "bias": True, "qk_norm": False}
     modules = {
@@ -42,10 +38,8 @@ class GPT2(Family):
 
     def settings(self, found: Found) -> dict[str, Any]:
         settings = super().settings(found)
-        return settings | {
-            "ffn_hidden_size": settings["ffn_hidden_size"] or 4 * settings["hidden_size"],
-            "activation": GELU[found.get("activation_function", "gelu_new")],
-        }
+        width, activation = settings["hidden_size"], GELU[found.get("activation_function", "gelu_new")]
+        return settings | {"ffn_hidden_size": settings["ffn_hidden_size"] or 4 * width, "activation": activation}
 
     def describe(self, settings: Settings) -> dict[str, Any]:
         names = {activation: name for name, activation in reversed(GELU.items())}  # the first name of each

@@ -1,9 +1,21 @@
 """Mixtral, and the base of families with experts: every layer has them, and a token's weights always add up to 1."""
 
+from collections.abc import Sequence
 from typing import Any
 
 from megalite.hf.families.family import Settings, expert_layers
-from megalite.hf.families.rotary import RotaryFamily
+from megalite.hf.families.llama import RotaryFamily
+
+
+def expert_modules(block: str, router: str, gate: str, up: str, down: str) -> dict[str, Sequence[str]]:
+    """The modules of a file with experts, by their names there."""
+    experts = f"layers.N.{block}.experts.E"
+    return {
+        **RotaryFamily.modules,
+        "blocks.N.moe.router": [f"layers.N.{block}.{router}"],
+        "blocks.N.moe.experts.gate_up": [f"{experts}.{gate}", f"{experts}.{up}"],
+        "blocks.N.moe.experts.down": [f"{experts}.{down}"],
+    }
 
 
 class ExpertFamily(RotaryFamily):
@@ -23,16 +35,13 @@ class ExpertFamily(RotaryFamily):
         """transformers takes the mean of its balancing losses over the layers, and of top_k shares each; here they are
         added, and the shares are of 1."""
         share = len(expert_layers(settings)) / settings["moe.top_k"]
-        return super().describe(settings) | {
-            "router_aux_loss_coef": settings["moe.aux_loss_coeff"] * share,
-            "sliding_window": None,
-        }
+        coefficient = settings["moe.aux_loss_coeff"] * share
+        return super().describe(settings) | {"router_aux_loss_coef": coefficient, "sliding_window": None}
 
 
 class Mixtral(ExpertFamily):
-    title, model_type, architecture = "Mixtral", "mixtral", "MixtralForCausalLM"
-    keys = {
-        **RotaryFamily.keys,
+    model_type, architecture = "mixtral", "MixtralForCausalLM"
+    keys = RotaryFamily.keys | {
         "moe.num_experts": "num_local_experts",
         "moe.top_k": "num_experts_per_tok",
         "moe.ffn_hidden_size": "intermediate_size",
@@ -46,12 +55,7 @@ class Mixtral(ExpertFamily):
         "moe.pre_softmax": False,
         "moe.normalize_weights": True,
     }
-    modules = {
-        **RotaryFamily.modules,
-        "blocks.N.moe.router": ["layers.N.block_sparse_moe.gate"],
-        "blocks.N.moe.experts.gate_up": [f"layers.N.block_sparse_moe.experts.E.{name}" for name in ("w1", "w3")],
-        "blocks.N.moe.experts.down": ["layers.N.block_sparse_moe.experts.E.w2"],
-    }
+    modules = expert_modules("block_sparse_moe", "gate", "w1", "w3", "w2")
 
 
 FAMILY = Mixtral()

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from megalite.hf.families.family import Beyond, Found
-from megalite.hf.families.rotary import RotaryFamily
+from megalite.hf.families.llama import RotaryFamily
 
 
 class Qwen3(RotaryFamily):
-    title, model_type, architecture = "Qwen3", "qwen3", "Qwen3ForCausalLM"
+    model_type, architecture = "qwen3", "Qwen3ForCausalLM"
     fixed, head_size = {**RotaryFamily.fixed, "qk_norm": True}, 128
 
     def beyond(self, found: Found) -> Iterator[Beyond]:

@@ -4,19 +4,19 @@ from collections.abc import Iterator
 from typing import Any
 
 from megalite.hf.families.family import Beyond, Found, Settings, expert_layers, weights_sum_to_one
-from megalite.hf.families.mixtral import ExpertFamily
-from megalite.hf.families.rotary import RotaryFamily
+from megalite.hf.families.llama import RotaryFamily
+from megalite.hf.families.mixtral import ExpertFamily, expert_modules
 
 
 class Qwen3MoE(ExpertFamily):
-    title, model_type, architecture = "Qwen3-MoE", "qwen3_moe", "Qwen3MoeForCausalLM"
+    model_type, architecture = "qwen3_moe", "Qwen3MoeForCausalLM"
     fixed = {**ExpertFamily.fixed, "qk_norm": True}
-    keys = {
-        **RotaryFamily.keys,
+    keys = RotaryFamily.keys | {
         "moe.num_experts": "num_experts",
         "moe.top_k": "num_experts_per_tok",
         "moe.ffn_hidden_size": "moe_intermediate_size",
     }
+    also = RotaryFamily.also | {"norm_topk_prob": "moe.normalize_weights", "decoder_sparse_step": "moe.layer_freq"}
     absent = {
         **RotaryFamily.absent,
         "num_key_value_heads": 4,
@@ -24,21 +24,16 @@ class Qwen3MoE(ExpertFamily):
         "decoder_sparse_step": 1,
         "mlp_only_layers": None,
     }
-    modules = {
-        **RotaryFamily.modules,
-        "blocks.N.moe.router": ["layers.N.mlp.gate"],
-        "blocks.N.moe.experts.gate_up": [f"layers.N.mlp.experts.E.{name}_proj" for name in ("gate", "up")],
-        "blocks.N.moe.experts.down": ["layers.N.mlp.experts.E.down_proj"],
-    }
+    modules = expert_modules("mlp", "gate", "gate_proj", "up_proj", "down_proj")
 
     def names(self, found: Found) -> dict[str, str]:
         keys = super().names(found)
-        if "num_experts" not in found and "num_local_experts" in found:
+        if "num_experts" not in found and "num_local_experts" in found:  # its name in transformers 5
             keys["num_local_experts"] = keys.pop("num_experts")
-        return keys | {"norm_topk_prob": "moe.normalize_weights", "decoder_sparse_step": "moe.layer_freq"}
+        return keys
 
     def settings(self, found: Found) -> dict[str, Any]:
-        found = {**self.absent, "num_experts": found.get("num_local_experts"), **found}  # its name in transformers 5
+        found = {**self.absent, "num_experts": found.get("num_local_experts"), **found}
         settings, (first, step) = super().settings(found), _first_and_step(found) or (0, 1)
         return settings | {
             "moe.first_dense_layers": first,
@@ -48,19 +43,15 @@ class Qwen3MoE(ExpertFamily):
         }
 
     def describe(self, settings: Settings) -> dict[str, Any]:
-        mixed = expert_layers(settings)
-        return super().describe(settings) | {
-            "norm_topk_prob": weights_sum_to_one(settings),
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [layer for layer in range(settings["num_layers"]) if layer not in mixed],
-        }
+        dense = sorted({*range(settings["num_layers"])} - {*expert_layers(settings)})
+        told = {"norm_topk_prob": weights_sum_to_one(settings), "decoder_sparse_step": 1, "mlp_only_layers": dense}
+        return super().describe(settings) | told
 
     def beyond(self, found: Found) -> Iterator[Beyond]:
         yield from super().beyond(found)
         if not _first_and_step(found):
-            dense, step = found.get("mlp_only_layers") or [], found.get("decoder_sparse_step", 1)
-            rule = "every n-th layer, from one on, has experts"
-            yield f"mlp_only_layers with decoder_sparse_step={step}", dense, rule
+            key = f"mlp_only_layers with decoder_sparse_step={found.get('decoder_sparse_step', 1)}"
+            yield key, found.get("mlp_only_layers") or [], "every n-th layer, from one on, has experts"
 
 
 def _first_and_step(found: Found) -> tuple[int, int] | None:

@@ -6,8 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from megalite.config.durable_files import private_files, write_atomically
-from megalite.config.own_files import COMPARISON, REPORT, Kind, output_problems
+from megalite.config.durable_files import COMPARISON, REPORT, Kind, output_problems, private_files, write_atomically
 from megalite.errors.problems import Problem, UserError, collect, collect_all
 from megalite.observe.report.page import render
 from megalite.observe.run_data import RunData, read_run
@@ -17,7 +16,7 @@ SHARE = 300  # a run goes on for so many times as long as the last drawing took
 
 
 class LiveReport:
-    """report.html of a run that goes on, a view (train/run_log.py), drawn in at most one part in SHARE of its time."""
+    """report.html of a run that goes on, a view (train/history.py), drawn in at most one part in SHARE of its time."""
 
     name = REPORT.usual
 

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from megalite.commands.report import main
+from megalite.commands.models import report as main
 from megalite.layout.ranks import ParallelLayout
 from megalite.observe.report.page import HERE, differences, environment, names_of, render
 from megalite.observe.run_data import MOST_LISTED, MOST_SAMPLED, RunData, read_run

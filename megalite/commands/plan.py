@@ -1,0 +1,138 @@
+"""`megalite plan ...`: what a layout does, before anything runs. OVERRIDES are those of pretrain_gpt.py.
+
+No data is read, no GPU is used, no torch is imported.
+"""
+
+import shutil
+import sys
+from argparse import Namespace
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+
+from megalite.commands.command import COUNT, PICTURE, RANKS, WORLD_SIZE, Shown, command, option
+from megalite.config.arguments import number_from
+from megalite.config.compose import load_config, load_values, names_of
+from megalite.config.derive import derive_vocabulary
+from megalite.config.layout import STAGE_NAMES, dense_ranks, stage_settings
+from megalite.config.parallel_rules import (
+    EXPERT_RULES,
+    LAYOUT_RULES,
+    SCHEDULE_RULES,
+    STAGE_RULES,
+    checked_layout,
+    schedule_request,
+)
+from megalite.config.rule import Case, problems_of
+from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse
+from megalite.layout.ranks import header_lines
+from megalite.layout.stages import stage_layers
+from megalite.optim.memory import bytes_of_rank
+from megalite.optim.rank_buffers import rank_buffers
+from megalite.pipeline.checker import check
+from megalite.pipeline.schedules import build_schedule
+from megalite.plan.buffers_table import buffer_lines
+from megalite.plan.ranks import groups_of, json_lines, ranks_picture, stage_lines, table_lines
+from megalite.plan.timeline import FORWARD_PASSES, schedule_picture, simulated
+from megalite.verify.shrink import vocabulary_of
+
+LABELS = {"world_size": "--world-size", "split_rank": "--pp-split-rank"}
+SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp")
+RANKS_READ = {*(f"parallel.{axis}" for axis in (*SIZES, "order")), "model.moe.num_experts", *STAGE_NAMES.values()}
+SCHEDULE_READ = (  # of the model and of other axes nothing is asked
+    *(f"parallel.{name}" for name in ("pp", "vpp", "schedule", "microbatch_group_size")),
+    *("train.global_batch_size", "train.micro_batch_size"),
+)
+MOST_CELLS = 64  # actions of a rank that are listed
+
+
+@command(
+    option("--world-size", "--world_size", required=True, help="number of ranks", **RANKS),
+    *(option(f"--{axis}", help=f"parallel.{axis}", **COUNT) for axis in SIZES),
+    option("--experts", action="store_true", help="a mixture of experts even without parallel.ep and etp"),
+    option("--pp-split-rank", help="pipeline rank where a decoder begins, after an encoder", **COUNT),
+    option("--json", action="store_true", help="one JSON object instead of tables"),
+    PICTURE,
+    option("--gpus-per-node", default=8, help="ranks of a node in the picture (default: 8)", **COUNT),
+)
+def ranks(options: Namespace, overrides: list[str]) -> Shown:
+    """Who talks to whom: every group of ranks of a layout, as tables, JSON or a picture, and the layers of each stage.
+
+    python -m megalite plan ranks --world-size 64 --tp 8 --pp 4 --picture ranks.svg --gpus-per-node 8
+    python -m megalite plan ranks --world-size 16 --pp 4 --ep 4 --etp 1 model.num_layers=12 --json
+
+    scripts/rank_generator.py is the same, and `--tp 4` is `parallel.tp=4`. Stages are shown where an override names the
+    model or its layers, and who holds which expert where it has some.
+    """
+    sizes = [f"parallel.{axis}={size}" for axis in SIZES if (size := getattr(options, axis)) is not None]
+    named = names_of(overrides := [*overrides, *sizes])
+    config = load_values(overrides, sorted(RANKS_READ))
+    places_layers = not named.isdisjoint(("model", "model.num_layers", "experiment"))
+    has_experts = options.experts or not named.isdisjoint(("parallel.ep", "parallel.etp"))
+    case = Case(config, options.world_size, has_experts, options.pp_split_rank, LABELS)
+    problems = problems_of(case, (*LAYOUT_RULES, *EXPERT_RULES, *(STAGE_RULES if places_layers else ())))
+    settings = stage_settings(config, options.pp_split_rank)
+    if not places_layers and (asked := [name for name in settings.asked if name != "vpp"]):
+        rule = f"is needed by {' and '.join({**STAGE_NAMES, **LABELS}[name] for name in asked)}"
+        problems.append(Problem("model.num_layers", NO_VALUE, rule, "model.num_layers=12, or model=NAME"))
+    refuse(problems)
+    layout, experts = checked_layout(case), config.model.moe.num_experts
+    groups, stages = groups_of(layout, experts), stage_layers(settings) if places_layers else ()
+    width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
+    lines = [*header_lines(layout), *table_lines(groups, layout.world_size, width)]
+    lines += ["", *stage_lines(stages)] if stages else []
+    shown = json_lines(groups, stages) if options.json else lines
+    return Shown(shown, draw=lambda: ranks_picture(layout, options.gpus_per_node, experts))
+
+
+@command(PICTURE, option("--dp", **RANKS, default=1, help="data-parallel size (default: %(default)s)"))
+def schedule(options: Namespace, overrides: list[str]) -> Shown:
+    """A pipeline's schedule, checked, timed and drawn: who computes which microbatch when, what is held, what is idle.
+
+    python -m megalite plan schedule parallel.pp=4 parallel.vpp=2 train.micro_batch_size=1 --picture interleaved.svg
+
+    Times are simulated: all ranks take equally long, a backward pass twice as long as a forward pass, transfers no
+    time. The report of a run shows what it recorded (train.record_pipeline).
+    """
+    config = load_values(overrides, SCHEDULE_READ)
+    world_size = config.parallel.pp * options.dp
+    refuse(problems_of(Case(config, world_size), LAYOUT_RULES + SCHEDULE_RULES))
+    planned = build_schedule(schedule_request(config, world_size))
+    flaws = check(planned)
+    assert not flaws, "\n".join(map(str, flaws))
+    timeline = simulated(planned)
+    lines = [timeline.title, timeline.summary(FORWARD_PASSES), ""]
+    for rank, spans in enumerate(timeline.ranks):
+        cells = [*(str(span.action) for span in spans[:MOST_CELLS]), *(["..."] if len(spans) > MOST_CELLS else [])]
+        lines.append(f"rank {rank:<3} holds at most {timeline.held(rank):<16} {' '.join(cells)}")
+    return Shown(lines, draw=lambda: schedule_picture(timeline, FORWARD_PASSES, timeline.title))
+
+
+@command(
+    WORLD_SIZE,
+    option("--dp", **RANKS, help="data-parallel size, in place of --world-size (default: 2)"),
+    option("--rank", type=number_from(0), default=0, metavar="R", help="whose buffers (default: 0)"),
+)
+def buffers(options: Namespace, overrides: list[str]) -> Shown:
+    """Which bucket holds which parameters, and who owns what of it: tables of the gradient buffers of a run.
+
+    python -m megalite plan buffers model=llama3_8b parallel.tp=2 train.global_batch_size=64 --world-size 128 --rank 5
+
+    precision=auto counts as bf16, and a vocabulary that only the data would tell as the usual one of its tokenizer.
+    """
+    world_size = options.world_size or options.dp or 2
+    with suppress(UserError):  # which load_config then tells
+        sizes = load_values(overrides, [f"parallel.{axis}" for axis in ("tp", "cp", "pp")])
+        world_size = options.world_size or (options.dp or 2) * dense_ranks(sizes)
+    config = load_config(overrides, world_size)
+    if options.rank >= world_size:
+        rule = f"there are {world_size} ranks, counted from 0"
+        raise UserError(Problem("--rank", options.rank, rule, f"--rank {world_size - 1}, or less"))
+    if config.precision == "auto":
+        config = replace(config, precision="bf16")
+    config = derive_vocabulary(config, vocabulary_of(config))
+    world = checked_layout(Case(config, world_size))
+    kept = partial(bytes_of_rank, precision=config.precision, optimizer=config.optimizer)
+    axes, *of_experts = header_lines(world)[: 1 + world.has_experts]
+    about = f"{config.model.name}, {axes}, {config.precision}, vocabulary {config.model.vocab_size:,}"
+    return Shown([about, *of_experts, *buffer_lines(rank_buffers(config, world, options.rank), kept)])
