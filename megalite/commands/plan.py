@@ -20,8 +20,7 @@ from megalite.config.rule import Case, problems_of
 from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse
 from megalite.layout.ranks import header_lines
 from megalite.layout.stages import stage_layers
-from megalite.optim.memory import bytes_of_rank
-from megalite.optim.rank_buffers import rank_buffers
+from megalite.optim.rank_buffers import bytes_of_rank, rank_buffers
 from megalite.pipeline.checker import check
 from megalite.pipeline.schedules import build_schedule
 from megalite.plan.buffers_table import buffer_lines

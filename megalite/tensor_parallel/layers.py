@@ -13,8 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megalite.kernels.embed import embed
-from megalite.kernels.main_grad import with_main_grad
+from megalite.kernels.embed import embed, with_main_grad
 from megalite.layout.parameters import Split, shard_of
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.deferred import DeferredWork
