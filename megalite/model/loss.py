@@ -1,10 +1,9 @@
 """The head and the cross entropy as one function that never holds fp32 logits of all tokens.
 
-Invariant: tokens are taken in chunks. The logits of one chunk exist at a time, in the compute dtype (of two where ranks
-share the vocabulary, whose exchanges overlap), and only a small piece of them in fp32. Maximum, sum of exponentials,
-loss and probabilities are fp32 (fp64 in fp64) whatever the compute dtype. Where gradients are wanted they are taken
-chunk by chunk in the forward pass, from the logits at hand, so that nothing as large as logits waits for backward. The
-padding of the vocabulary has probability zero and a gradient of exactly zero.
+Tokens are taken in chunks, whose logits exist one chunk at a time in the compute dtype (two where ranks share the
+vocabulary, whose exchanges overlap), and only a small piece in fp32. Statistics are fp32 (fp64 in fp64) whatever the
+compute dtype. Gradients are taken chunk by chunk in the forward pass, so that nothing as large as logits waits for
+backward. The padding of the vocabulary has probability zero and a gradient of exactly zero.
 """
 
 from collections.abc import Callable, Iterator
@@ -44,19 +43,12 @@ def linear_cross_entropy(
     """scale * sum over unmasked tokens of the `token_loss` of hidden weight^T: a 0-d fp32 (fp64) tensor.
 
     hidden [n, h]; weight [P, h], P the padded vocabulary; labels int64 [n], within the vocabulary also where masked;
-    loss_mask bool [n]; scale 0-d, a constant to autograd.
+    loss_mask bool [n]; scale 0-d, a constant to autograd. With a group of t ranks, weight is rows
+    [i * P // t, (i + 1) * P // t) of rank i; all else is the same on every rank, bit for bit. With `sequence_parallel`
+    hidden, and its gradient, is the rank's rows [i * n / t, (i + 1) * n / t) alone.
 
-    With a group of t ranks, weight is rows [i * P // t, (i + 1) * P // t) of rank i, and all else is the same on every
-    rank, gradient of hidden and returned value (bit for bit) included. With `sequence_parallel` hidden, and its
-    gradient, is the rank's rows [i * n / t, (i + 1) * n / t) alone.
-
-    With `main_grad` (fp32 or fp64, like weight) the gradient of the weight is added to it in this very call, and
-    autograd returns none for the weight. That is right only where the returned value itself is the root of backward,
-    with an upstream gradient of one: factors go into `scale`.
-
-    Memory, with c tokens per chunk and v rows of weight: c * v logits in the compute dtype, twice that with a group
-    and gradients, min(c * v, PIECE_ELEMENTS) in fp32 (none with `compile`), the gradients, a few numbers per token;
-    with a group also the summed gradient of hidden, with sequence parallelism the gathered hidden.
+    With `main_grad` (fp32 or fp64, like weight) the gradient of the weight is added to it in this very call: right only
+    where the returned value itself is the root of backward, with an upstream gradient of one (factors go into `scale`).
     """
     assert token_loss.group is not None or not sequence_parallel
     n = hidden.shape[0] * (token_loss.size if sequence_parallel else 1)

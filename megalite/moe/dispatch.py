@@ -61,10 +61,8 @@ def dispatch(
     """
     if ranks.group is not None and how == "alltoall":
         return _exchanged(x, choice, experts, compute, ranks, ranks.group, beside)
-    if ranks.group is None:
-        y = _on_one_rank(x, choice, experts, compute)
-    else:
-        y = _gathered(x, choice, experts, compute, ranks, ranks.group)
+    alone = ranks.group is None
+    y = _on_one_rank(x, choice, experts, compute) if alone else _gathered(x, choice, experts, compute, ranks)
     return y if beside is None else y + beside()
 
 
@@ -84,10 +82,9 @@ def _on_one_rank(x: Tensor, choice: Choice, experts: int, compute: Compute) -> T
     return rows.sum(compute(rows.take(x), choice.weights.flatten()[order], groups))
 
 
-def _gathered(
-    x: Tensor, choice: Choice, experts: int, compute: Compute, ranks: ExpertRanks, group: TensorGroup
-) -> Tensor:
-    local = experts // ranks.ep
+def _gathered(x: Tensor, choice: Choice, experts: int, compute: Compute, ranks: ExpertRanks) -> Tensor:
+    local, group = experts // ranks.ep, ranks.group
+    assert group is not None
     with ranks.waiting():
         all_x, weights = gather_for_terms(x, group), gather_for_terms(choice.weights, group)
         chosen = finish(start_all_gather(choice.experts, group)) - ranks.ep_index * local

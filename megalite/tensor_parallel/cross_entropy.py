@@ -1,8 +1,8 @@
 """Cross entropy where each rank has the logits of some columns of the vocabulary.
 
-Invariant: the loss of a token is the same number, bit for bit, on every rank, and depends on the vocabulary alone: not
-on its padding, and on the number of ranks only by rounding. The statistics of a rank's columns are three or four
-numbers per token in fp32 (fp64 in fp64), exchanged in one all-gather and combined by every rank in the same order.
+The loss of a token is the same number, bit for bit, on every rank, and depends on the number of ranks only by rounding,
+on the padding not at all. The statistics of a rank's columns, three or four numbers per token in fp32 (fp64 in fp64),
+travel in one all-gather and are combined by every rank in the same order.
 """
 
 from dataclasses import dataclass
