@@ -14,6 +14,7 @@ from megalite.observe.screens import print_lines
 from megalite.plan.picture import Picture, picture_problems, save_picture
 
 ONE_OF = {"--world-size", "--dp"}
+OVERRIDES = "OVERRIDES are those of pretrain_gpt.py (docs/configuration.md)."
 
 Option = tuple[tuple[str, ...], dict[str, Any]]
 
@@ -37,8 +38,8 @@ class Command(NamedTuple):
     def parse(self, arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
         """The options, and the words that are none: overrides."""
         about = inspect.getdoc(self.function) or sys.modules[self.function.__module__].__doc__
-        kind = argparse.RawDescriptionHelpFormatter
-        parser = parser_of(description=about, formatter_class=kind, allow_abbrev=False)
+        kind, end = argparse.RawDescriptionHelpFormatter, f"{OVERRIDES} Exit status 2: refused."
+        parser = parser_of(description=about, epilog=end, formatter_class=kind, allow_abbrev=False)
         has_both = {names[0] for names, _ in self.options} >= ONE_OF
         one_of = parser.add_mutually_exclusive_group() if has_both else parser
         for names, settings in self.options:

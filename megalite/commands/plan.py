@@ -11,24 +11,16 @@ from dataclasses import replace
 from functools import partial
 
 from megalite.commands.command import COUNT, PICTURE, RANKS, WORLD_SIZE, Shown, command, option
+from megalite.config import parallel_rules as rules
 from megalite.config.arguments import number_from
 from megalite.config.compose import load_config, load_values, names_of
 from megalite.config.derive import derive_vocabulary
 from megalite.config.layout import STAGE_NAMES, dense_ranks, stage_settings
-from megalite.config.parallel_rules import (
-    EXPERT_RULES,
-    LAYOUT_RULES,
-    SCHEDULE_RULES,
-    STAGE_RULES,
-    checked_layout,
-    schedule_request,
-)
 from megalite.config.rule import Case, problems_of
 from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse
 from megalite.layout.ranks import header_lines
 from megalite.layout.stages import stage_layers
-from megalite.optim.memory import bytes_of_rank
-from megalite.optim.rank_buffers import rank_buffers
+from megalite.optim.rank_buffers import bytes_of_rank, rank_buffers
 from megalite.pipeline.checker import check
 from megalite.pipeline.schedules import build_schedule
 from megalite.plan.buffers_table import buffer_lines
@@ -70,13 +62,14 @@ def ranks(options: Namespace, overrides: list[str]) -> Shown:
     places_layers = not named.isdisjoint(("model", "model.num_layers", "experiment"))
     has_experts = options.experts or not named.isdisjoint(("parallel.ep", "parallel.etp"))
     case = Case(config, options.world_size, has_experts, options.pp_split_rank, LABELS)
-    problems = problems_of(case, (*LAYOUT_RULES, *EXPERT_RULES, *(STAGE_RULES if places_layers else ())))
+    of_stages = rules.STAGE_RULES if places_layers else ()
+    problems = problems_of(case, (*rules.LAYOUT_RULES, *rules.EXPERT_RULES, *of_stages))
     settings = stage_settings(config, options.pp_split_rank)
     if not places_layers and (asked := [name for name in settings.asked if name != "vpp"]):
         rule = f"is needed by {' and '.join({**STAGE_NAMES, **LABELS}[name] for name in asked)}"
         problems.append(Problem("model.num_layers", NO_VALUE, rule, "model.num_layers=12, or model=NAME"))
     refuse(problems)
-    layout, experts = checked_layout(case), config.model.moe.num_experts
+    layout, experts = rules.checked_layout(case), config.model.moe.num_experts
     groups, stages = groups_of(layout, experts), stage_layers(settings) if places_layers else ()
     width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
     lines = [*header_lines(layout), *table_lines(groups, layout.world_size, width)]
@@ -96,8 +89,8 @@ def schedule(options: Namespace, overrides: list[str]) -> Shown:
     """
     config = load_values(overrides, SCHEDULE_READ)
     world_size = config.parallel.pp * options.dp
-    refuse(problems_of(Case(config, world_size), LAYOUT_RULES + SCHEDULE_RULES))
-    planned = build_schedule(schedule_request(config, world_size))
+    refuse(problems_of(Case(config, world_size), rules.LAYOUT_RULES + rules.SCHEDULE_RULES))
+    planned = build_schedule(rules.schedule_request(config, world_size))
     flaws = check(planned)
     assert not flaws, "\n".join(map(str, flaws))
     timeline = simulated(planned)
@@ -131,7 +124,7 @@ def buffers(options: Namespace, overrides: list[str]) -> Shown:
     if config.precision == "auto":
         config = replace(config, precision="bf16")
     config = derive_vocabulary(config, vocabulary_of(config))
-    world = checked_layout(Case(config, world_size))
+    world = rules.checked_layout(Case(config, world_size))
     kept = partial(bytes_of_rank, precision=config.precision, optimizer=config.optimizer)
     axes, *of_experts = header_lines(world)[: 1 + world.has_experts]
     about = f"{config.model.name}, {axes}, {config.precision}, vocabulary {config.model.vocab_size:,}"

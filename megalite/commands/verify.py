@@ -3,8 +3,8 @@
 python -m megalite verify --dp 2 model=llama3_8b parallel.tp=2 parallel.sequence_parallel=false
 python -m megalite verify --world-size 64 model=gpt3_175b parallel.tp=8 train.global_batch_size=64
 
-OVERRIDES are those of pretrain_gpt.py. The model shrinks, its features and what divides what stay; above 8 ranks each
-axis shrinks to its least factor, mostly 2. No data is read, no GPU is used, nothing stays.
+The model shrinks, its features and what divides what stay; above 8 ranks each axis shrinks to its least factor, mostly
+2. No data is read, no GPU is used, nothing stays.
 Exit status: 0 the layout computes the same, 1 it does not (or a rank failed or hung), 2 refused.
 """
 

@@ -27,7 +27,7 @@ from megalite.config.model_folder import holds_tokenizer, imported_model_setting
 from megalite.config.overrides import as_override, nearest_setting, read_override, unknown
 from megalite.config.rules import check, unused
 from megalite.config.schema import Config
-from megalite.config.secrecy import hidden, secret_name, secret_value
+from megalite.config.secrecy import secret_name, secret_problem, secret_value
 from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, bounds, leaves, nested, with_values
 from megalite.config.user_files import absolute, read_yaml, refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse
@@ -94,10 +94,10 @@ def _read(arguments: Namespace) -> Reading:
     problems, files = list[Problem](), files_of(arguments)
     setup_globals()  # ${now:...}
     read = (collect(partial(read_override, text, files), problems) for text in arguments.overrides)
-    said = [each for each in read if each is not None]
-    found = collect(partial(composed, files, {one.group: one.choice for one in said if one.choice}), problems)
-    command = {name: value for each in said for name, value in each.values.items()}
-    names = {name for each in said for name in each.names}
+    overrides = [each for each in read if each is not None]
+    found = collect(partial(composed, files, {one.group: one.choice for one in overrides if one.choice}), problems)
+    command = {name: value for each in overrides for name, value in each.values.items()}
+    names = {name for each in overrides for name in each.names}
     by_files = {name: (found or {}).get(name, setting.default) for name, setting in SETTINGS.items()}
     if by_files["tokenizer"] == SETTINGS["tokenizer"].default and "tokenizer" not in command:
         names.discard("tokenizer")  # a recipe that does not speak of it leaves it to the weights
@@ -138,13 +138,13 @@ def _value(tree: DictConfig, name: str, written: Any) -> Any:
     """The value of a setting; UserError where it is of another type, refers to what there is not, or is a secret."""
     setting = SETTINGS[name]
     if any("$" in one or secret_name(one) for one in _VARIABLE.findall(str(written))):
-        raise UserError(hidden(name))
+        raise UserError(secret_problem(name))
     try:
         value = OmegaConf.select(tree, name, throw_on_missing=True)
         if OmegaConf.is_config(value):
             value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
         if secret_value(str(value)):  # it came in by a file or by ${oc.env:NAME}
-            raise UserError(hidden(name))
+            raise UserError(secret_problem(name))
         return setting.typed(value)
     except OmegaConfBaseException as error:
         raise UserError(Problem(name, written, in_one_line(error), setting.as_default)) from error

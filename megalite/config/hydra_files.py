@@ -1,16 +1,12 @@
-"""Finds config files and composes them, as Hydra does; lets Hydra itself show what they hold, and sweep.
+"""Config files: Hydra finds and composes them, shows what they hold, and sweeps."""
 
-A file's list of `defaults` names files that count before it (`_self_` says where it counts itself).
-"""
-
-import re
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from functools import cache, partial
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import hydra
 from hydra.core.config_loader import ConfigLoader
@@ -18,18 +14,19 @@ from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from megalite.config.settings import DERIVED, EXPERIMENT, leaves
-from megalite.config.user_files import read_text, read_yaml, refusing
-from megalite.errors.problems import NO_VALUE, Problem, UserError, shortened
-from megalite.errors.remedies import nearest
+from megalite.config.settings import DERIVED, leaves
+from megalite.config.user_files import read_yaml, refusing
+from megalite.errors.problems import UserError, shortened
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONF = folder if (folder := PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # of a wheel; of a checkout
 SCHEMA = "megalite_schema"  # named by conf/config.yaml and copies of it; what is no setting is refused here
 MEND = "mend the file, or choose another; see docs/configuration.md"
-_SELF, _OVERRIDE = "_self_", "override "
 
 _VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}  # Hydra 1.4 warns of it
 
@@ -42,11 +39,6 @@ class Files(NamedTuple):
     name: str
     recipe: Path | None = None
 
-    def find(self, group: str, name: str) -> Path | None:
-        """The file of a group, or of none (``)."""
-        paths = (Path(folder, group, f"{name}.yaml") for folder in self.folders)
-        return next((path for path in paths if path.exists()), None)
-
     def options(self, group: str) -> list[str]:
         """The names of a group's files."""
         return sorted({path.stem for folder in self.folders for path in Path(folder, group).glob("*.yaml")})
@@ -56,7 +48,7 @@ def files_of(arguments: Namespace) -> Files:
     """The files that a command line asks for."""
     name, main = (arguments.config_name or "config").removesuffix(".yaml"), arguments.config_path or str(CONF)
     files = Files((arguments.config_dir, main) if arguments.config_dir else (main,), name)
-    chosen = files.find("", name)
+    chosen = next((path for folder in files.folders if (path := Path(folder, f"{name}.yaml")).exists()), None)
     with suppress(UserError):  # refused by whoever composes the file
         if chosen is not None and chosen.parent != CONF and DERIVED in read_yaml(chosen):
             others = [folder for folder in files.folders if folder not in (str(chosen.parent), str(CONF))]
@@ -64,50 +56,17 @@ def files_of(arguments: Namespace) -> Files:
     return files
 
 
-def composed(files: Files, chosen: Mapping[str, str]) -> dict[str, Any]:
+def composed(files: Files, choices: Mapping[str, str]) -> dict[str, Any]:
     """The settings in the files of the command's choices, by dotted names, before interpolations are resolved.
     UserError for a file that cannot be read."""
-    read, choices = cache(partial(_file, files)), dict[str, Any](chosen)
-
-    def walk(group: str, name: str) -> Iterator[tuple[str, Any]]:
-        """Names and values in a file and in those that it names, in the order in which they count."""
-        entries, values = read(group, name)
-        for key, choice in entries:
-            if key.startswith(_OVERRIDE):  # a file's own count more than those of the files that it builds on
-                choices.setdefault(key.removeprefix(_OVERRIDE).removeprefix("/"), choice)
-        for key, default in entries:
-            inner = key.removeprefix("/") if not group or key.startswith("/") else f"{group}/{key}"
-            if key == _SELF:
-                yield from values.items()
-            elif not key and default != SCHEMA:
-                yield from walk(group, default)
-            elif key and not key.startswith(_OVERRIDE) and (choice := choices.get(inner, default)) is not None:
-                yield from walk(inner, choice)
-
-    with refusing(f"--config-name={files.name}", MEND):  # files may name each other
-        list(walk("", files.name))  # for the choices, which may be of files before
-        return {name: value for name, value in walk("", files.name) if not name.startswith("hydra.")}
-
-
-def _file(files: Files, group: str, name: str) -> tuple[list[tuple[str, Any]], dict[str, Any]]:
-    """The list of defaults in a file, as groups (none: the same) and choices, and the values in it by dotted names."""
-    if (path := files.find(group, name)) is None:
-        flag, near = group or "--config-name", nearest(str(name), files.options(group), cutoff=0)
-        rule = f"there is no {f'{group}/' * bool(group)}{name}.yaml in {' or '.join(files.folders)}"
-        raise UserError(Problem(f"{flag}={name}", NO_VALUE, rule, f"{flag}={near or 'config'}, or --config-dir=FOLDER"))
-    text, content = read_text(path, MEND), read_yaml(path, MEND)
-    with refusing(path, MEND):
-        defaults = content.pop("defaults", []) if isinstance(content, dict) else None
-        if not isinstance(defaults, list) or not all(isinstance(entry, str | dict) for entry in defaults):
-            raise ValueError("holds no settings, or no list of defaults")
-        items = [entry.items() if isinstance(entry, dict) else [("", entry)] for entry in defaults]
-        entries = [(_SELF if choice == _SELF else str(key), choice) for each in items for key, choice in each]
-        if group not in ("", EXPERIMENT) and any(key.startswith((_OVERRIDE, "/")) for key, _ in entries):
-            raise ValueError("chooses files of other groups, as only a recipe may")
-    named = re.search(r"^#\s*@package\s+(\S+)", text, re.MULTILINE)
-    package = named[1].replace("_global_", "").replace("_group_", group) if named else group
-    values = leaves(content, f"{package.replace('/', '.')}." if package else "")
-    return entries if _SELF in defaults else [*entries, (_SELF, None)], values
+    words = [f"{group}={choice}" for group, choice in choices.items()]
+    sweeping = GlobalHydra.instance().is_initialized()  # by the same files
+    start = partial(hydra.initialize_config_dir, _main_folder(files), "pretrain_gpt", **_VERSION_BASE)
+    with refusing(" ".join([f"--config-name={files.name}", *words]), MEND), nullcontext() if sweeping else start():
+        try:
+            return leaves(cast(dict[str, Any], OmegaConf.to_container(hydra.compose(files.name, words))))
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ValueError(in_one_line(error)) from error
 
 
 class _OwnFolders(SearchPathPlugin):

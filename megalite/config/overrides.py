@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.hydra_files import Files, in_one_line
-from megalite.config.secrecy import hidden, secret_name, secret_override, secret_value
+from megalite.config.secrecy import secret_name, secret_override, secret_problem, secret_value
 from megalite.config.settings import EXPERIMENT, GROUPS, SETTINGS, leaves, yaml_value
 from megalite.errors.problems import NO_VALUE, Problem, UserError, shortened
 from megalite.errors.remedies import nearest, similarity
@@ -47,7 +47,7 @@ BY_WORD = {word: name for name, words in FOREIGN_WORDS.items() for word in words
 PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[a-z_./][\w./-]*", re.ASCII | re.IGNORECASE)  # a text everywhere
 
 
-class Said(NamedTuple):
+class Override(NamedTuple):
     """What an override says: the file that a group takes, or values of settings, by their names."""
 
     group: str
@@ -56,43 +56,43 @@ class Said(NamedTuple):
 
     @property
     def names(self) -> set[str]:
-        """The settings that it speaks of: all of a group whose file it chooses, every one for a recipe."""
+        """The settings that the override decides: all of a group whose file it chooses, all there are for a recipe."""
         if self.choice is None:
             return {*self.values}
         return {one.name for one in SETTINGS.values() if one.group == self.group or self.group not in GROUPS}
 
 
-def read_override(text: str, files: Files) -> Said:
+def read_override(text: str, files: Files) -> Override:
     """What the override says to Hydra; UserError where it is none, or an unknown choice."""
     text = text.lstrip("+")
     name, equals, given = text.partition("=")
     if secret_override(text):
-        raise UserError(hidden(name if equals and not secret_value(name) else "override"))
+        raise UserError(secret_problem(name if equals and not secret_value(name) else "override"))
     if not equals or name.startswith(("-", "~", "hydra.", "hydra/")):
         hint = f"settings are written name=value: {nearest_setting(name.strip('-~')) or 'model'}=VALUE; see --help"
         raise UserError(Problem(shortened(name), given or NO_VALUE, "is no setting", hint))
     try:
-        override = OverridesParser.create().parse_override(text)
-        several = override.is_sweep_override()
-        OmegaConf.create([None if several else override.value()])  # `${` and no end of it
+        parsed = OverridesParser.create().parse_override(text)
+        several = parsed.is_sweep_override()
+        OmegaConf.create([None if several else parsed.value()])  # `${` and no end of it
     except (HydraException, OmegaConfBaseException, ValueError, RecursionError) as error:  # too many digits or brackets
         hint = "quotes around texts with signs or blanks: 'NAME=\"a=b\"', in a list 'NAME=[\"a b\"]'"
         raise UserError(Problem(name, shortened(given), f"cannot be read ({in_one_line(error)})", hint)) from error
     if several:
         hint = f"{name}=[{given}] for a list, --multirun for a run per value"
         raise UserError(Problem(name, given, "several values", hint))
-    name, value = override.get_key_element(), override.value()
+    name, value = parsed.get_key_element(), parsed.value()
     if isinstance(value, dict) and name not in SETTINGS:  # model={norm: rmsnorm} sets what model.norm=rmsnorm sets
-        return Said(name, None, leaves(value, f"{name}."))
+        return Override(name, None, leaves(value, f"{name}."))
     if "." in name or not (choices := files.options(name)):
-        return Said(name, None, {name: value})
+        return Override(name, None, {name: value})
     if value not in choices:
         meant = [f"{one.name}={value}" for one in SETTINGS.values() if one.leaf == name and one.takes(value)]
         near = nearest(str(value), choices, cutoff=0.3)
         hint = (meant or [f"{name}={near} is the nearest" if near else f"{name}={choices[0]}"])[0]
         rule = f"unknown choice: there is no conf/{name}/{value}.yaml"
         raise UserError(Problem(name, value, rule, f"{hint}; choices: {', '.join(choices)}"))
-    return Said(name, str(value), {})
+    return Override(name, str(value), {})
 
 
 def as_override(value: Any) -> str:
@@ -112,17 +112,13 @@ def typed(name: str, value: Any) -> str:
 def unknown(name: str, value: Any) -> Problem:
     """The problem with a name that is no setting, and what to write instead."""
     if secret_name(name) or secret_value(str(value)):  # in a file
-        return hidden(name)
+        return secret_problem(name)
     if name in GROUPS:
         return Problem(name, value, "is a group of settings", f"{name}=NAME of a file, or its settings: {name}.NAME")
-    near, group = nearest_setting(name), name.partition(".")[0]
-    if near:
+    hint = "all settings are in docs/configuration.md"
+    if near := nearest_setting(name):
         fits = near not in SETTINGS or SETTINGS[near].takes(value)
         hint = f"did you mean {typed(near, value) if fits else f'{near}: {SETTINGS[near].words}'} ?"
-    else:
-        inside = ", ".join(setting.leaf for setting in SETTINGS.values() if setting.group == group)
-        listed = f"settings of {group}: {inside}" if inside else f"groups: {', '.join(GROUPS)}"
-        hint = f"{listed}; all are in docs/configuration.md"
     return Problem(name, value, "unknown setting", hint)
 
 

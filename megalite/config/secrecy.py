@@ -23,7 +23,7 @@ _VALUE = re.compile(
 )
 
 
-def hidden(name: str) -> Problem:
+def secret_problem(name: str) -> Problem:
     """The problem with a setting that holds a secret; its value is not shown."""
     return Problem(name, "(not shown)", "looks like a secret", ADVICE)
 

@@ -96,7 +96,7 @@ class Setting:
     def takes(self, value: Any) -> bool:
         """Whether the value is of this setting's type and within its bounds."""
         try:
-            return outside(self, self.typed(value)) is None
+            return (typed := self.typed(value)) is None or outside(self, typed) is None
         except (ValueError, OverflowError):
             return False
 

@@ -1,10 +1,10 @@
-"""Embedding lookup whose gradient is added up in a fixed order, and to a main gradient where there is one."""
+"""Parameters whose gradient goes into a main gradient outside of products: tables that are looked up, small vectors."""
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
 
 def embed(tokens: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor:
@@ -14,7 +14,7 @@ def embed(tokens: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor:
     return _Embedding.apply(tokens, weight, main_grad)  # type: ignore[no-any-return]
 
 
-class _Embedding(Function):
+class _Embedding(torch.autograd.Function):
     """Autograd's own gradient is a dense tensor of the table's size per microbatch, in its dtype, and CUDA's additions
     come in any order. The main gradient receives the rows of the batch's tokens in its own dtype; nothing else is
     touched."""
@@ -42,3 +42,21 @@ def add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
         total.index_put_((rows,), values, accumulate=True)
     else:
         total.index_add_(0, rows, values)
+
+
+def with_main_grad(parameter: Tensor, main_grad: Tensor | None) -> Tensor:
+    """The parameter. Backward adds its gradient to `main_grad` (of its shape; fp32, fp64 in fp64), and autograd sees
+    none; without one it is autograd's."""
+    return parameter if main_grad is None else _WithMainGrad.apply(parameter, main_grad)
+
+
+class _WithMainGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, main_grad: Tensor) -> Tensor:
+        ctx.main_grad = main_grad
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None]:
+        ctx.main_grad.add_(grads[0].to(ctx.main_grad.dtype))
+        return None, None

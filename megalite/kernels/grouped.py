@@ -57,34 +57,19 @@ class RowGroups:
             rows[self.ranges[-1][1] :] = 0.0
         return rows
 
-    def padded(self, rows: int, multiple: int) -> tuple["RowGroups", Tensor, Tensor]:
-        """Groups whose sizes are multiples of `multiple`; the old row that each new row copies [M], and the place of
-        each of the `rows` [m] old ones. A group's last row fills it up; an empty group stays empty. On a CPU."""
-        sizes = [-(-(end - start) // multiple) * multiple for start, end in self.ranges]
-        *firsts, filled = [0, *accumulate(sizes)]
-        behind = self.ranges[-1][1]
-        copied = [
-            torch.arange(start, start + size).clamp_(max=end - 1)
-            for (start, end), size in zip(self.ranges, sizes, strict=True)
-        ]
-        places = [
-            torch.arange(first, first + end - start) for (start, end), first in zip(self.ranges, firsts, strict=True)
-        ]
-        copied.append(torch.arange(behind, rows))
-        places.append(torch.arange(filled, filled + rows - behind))
-        return RowGroups(torch.tensor(sizes), sizes), torch.cat(copied), torch.cat(places)
 
-
-def multiple_of_rows(rows: int, groups: int, device: torch.device, dtype: torch.dtype) -> int:
-    """The number of rows that group sizes should be multiples of; 1 where it does not matter.
-
-    oneDNN multiplies bf16 and fp16 on CPUs. It compiles a kernel for each number of rows that is new to it, which takes
-    ten times as long as the product, and with experts the number is new in every step. A power of two near a
-    sixteenth of the mean group has few multiples and adds 3 % of rows.
-    """
-    if device.type != "cpu" or dtype.itemsize != 2:
+def row_multiple(rows: Tensor, groups: RowGroups) -> int:
+    """The number of rows that products should have multiples of. oneDNN (CPUs in bf16 and fp16) compiles a kernel for
+    each number of rows that is new to it, which takes ten times as long as the product. A power of two near a sixteenth
+    of the mean group has few multiples and adds 3 % of rows."""
+    if rows.device.type != "cpu" or rows.dtype.itemsize != 2:
         return 1
-    return max(16, 1 << max(1, rows // (16 * groups)).bit_length() - 1)
+    return max(16, 1 << max(1, len(rows) // (16 * len(groups.counts))).bit_length() - 1)
+
+
+def _filled_up(rows: Tensor, multiple: int) -> Tensor:
+    """With zeros behind the rows."""
+    return rows if multiple == 1 else F.pad(rows, (0, 0, 0, -len(rows) % multiple))
 
 
 def grouped_product(rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
@@ -93,10 +78,13 @@ def grouped_product(rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor
         return rows.new_empty(0, matrices.shape[2])
     if _is_one_kernel(groups, rows, matrices):
         return F.grouped_mm(rows, matrices, offs=groups.ends)
-    out = rows.new_empty(len(rows), matrices.shape[2])
-    for (group, part), (_, its) in zip(groups.parts(rows), groups.parts(out), strict=True):
-        torch.mm(part, matrices[group], out=its)
-    return out
+    multiple = row_multiple(rows, groups)
+    out = rows.new_empty(len(rows) + multiple - 1, matrices.shape[2])
+    for matrix, (start, end) in zip(matrices, groups.ranges, strict=True):
+        if start < end:
+            stop = end + (start - end) % multiple  # rows of the next group, whose product is written over these later
+            torch.mm(_filled_up(rows[start:stop], multiple), matrix, out=out[start:stop])
+    return out[: len(rows)]
 
 
 def add_grouped_transposed_products(total: Tensor, left: Tensor, right: Tensor, groups: RowGroups) -> None:
@@ -104,8 +92,9 @@ def add_grouped_transposed_products(total: Tensor, left: Tensor, right: Tensor, 
     if not len(left):
         return
     if not _is_one_kernel(groups, left, right):
+        multiple = row_multiple(left, groups)
         for (group, of_left), (_, of_right) in zip(groups.parts(left), groups.parts(right), strict=True):
-            add_transposed_product(total[group], of_left, of_right)
+            add_transposed_product(total[group], *(_filled_up(part, multiple) for part in (of_left, of_right)))
         return
     from megalite.kernels.expert_rows import add_transposed_products  # imports triton
 

@@ -1,10 +1,9 @@
 """The head and the cross entropy as one function that never holds fp32 logits of all tokens.
 
-Invariant: tokens are taken in chunks. The logits of one chunk exist at a time, in the compute dtype (of two where ranks
-share the vocabulary, whose exchanges overlap), and only a small piece of them in fp32. Maximum, sum of exponentials,
-loss and probabilities are fp32 (fp64 in fp64) whatever the compute dtype. Where gradients are wanted they are taken
-chunk by chunk in the forward pass, from the logits at hand, so that nothing as large as logits waits for backward. The
-padding of the vocabulary has probability zero and a gradient of exactly zero.
+Tokens are taken in chunks, whose logits exist one chunk at a time in the compute dtype (two where ranks share the
+vocabulary, whose exchanges overlap), and only a small piece in fp32. Statistics are fp32 (fp64 in fp64) whatever the
+compute dtype. Gradients are taken chunk by chunk in the forward pass, so that nothing as large as logits waits for
+backward. The padding of the vocabulary has probability zero and a gradient of exactly zero.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from megalite.kernels.pieces import statistics_dtype
 from megalite.kernels.products import add_transposed_product
 from megalite.tensor_parallel.collectives import finish, start_all_gather, start_all_reduce, start_reduce_scatter
-from megalite.tensor_parallel.cross_entropy import TokenLoss, work_buffer
+from megalite.tensor_parallel.cross_entropy import PIECE_ELEMENTS, TokenLoss
 
 # Tokens per chunk; on a CPU at least so many, and as many as CHUNK_BYTES hold. Each chunk reads and writes the whole
 # gradient of the weight once, so chunks must be long. With 50,000 columns a CPU gains nothing from more than these, and
@@ -44,19 +43,12 @@ def linear_cross_entropy(
     """scale * sum over unmasked tokens of the `token_loss` of hidden weight^T: a 0-d fp32 (fp64) tensor.
 
     hidden [n, h]; weight [P, h], P the padded vocabulary; labels int64 [n], within the vocabulary also where masked;
-    loss_mask bool [n]; scale 0-d, a constant to autograd.
+    loss_mask bool [n]; scale 0-d, a constant to autograd. With a group of t ranks, weight is rows
+    [i * P // t, (i + 1) * P // t) of rank i; all else is the same on every rank, bit for bit. With `sequence_parallel`
+    hidden, and its gradient, is the rank's rows [i * n / t, (i + 1) * n / t) alone.
 
-    With a group of t ranks, weight is rows [i * P // t, (i + 1) * P // t) of rank i, and all else is the same on every
-    rank, gradient of hidden and returned value (bit for bit) included. With `sequence_parallel` hidden, and its
-    gradient, is the rank's rows [i * n / t, (i + 1) * n / t) alone.
-
-    With `main_grad` (fp32 or fp64, like weight) the gradient of the weight is added to it in this very call, and
-    autograd returns none for the weight. That is right only where the returned value itself is the root of backward,
-    with an upstream gradient of one: factors go into `scale`.
-
-    Memory, with c tokens per chunk and v rows of weight: c * v logits in the compute dtype, twice that with a group
-    and gradients, min(c * v, PIECE_ELEMENTS) in fp32 (none with `compile`), the gradients, a few numbers per token;
-    with a group also the summed gradient of hidden, with sequence parallelism the gathered hidden.
+    With `main_grad` (fp32 or fp64, like weight) the gradient of the weight is added to it in this very call: right only
+    where the returned value itself is the root of backward, with an upstream gradient of one (factors go into `scale`).
     """
     assert token_loss.group is not None or not sequence_parallel
     n = hidden.shape[0] * (token_loss.size if sequence_parallel else 1)
@@ -127,12 +119,14 @@ class _Sweep:
         ahead = self.group is not None and self.wants_gradients  # the next chunk's logits stand beside this one's
         buffers = hidden.new_empty(2 if ahead else 1, self.chunk, weight.shape[0])
         self.one_kernel = self.compile and self.group is None and hidden.is_cuda and hidden.dtype != torch.float64
-        self.work, self.piece = work_buffer(buffers[0])
+        self.piece = max(1, min(self.chunk, PIECE_ELEMENTS[hidden.device.type] // max(1, weight.shape[0])))  # tokens
+        dtype = statistics_dtype(hidden.dtype)
         if self.compile and self.token_loss.real:  # there are no fp32 logits that pieces would bound
-            self.work = self.work.new_empty(0)  # of which the dtype is read
             self.piece = self.chunk if hidden.is_cuda else self.piece
-        self.losses = torch.empty(hidden.shape[0], dtype=self.work.dtype, device=hidden.device)
-        self.upstream = self.loss_mask.to(self.work.dtype) * self.scale.to(self.work.dtype)  # [n]
+        elif hidden.is_cpu:  # fresh pages cost a CPU more than the arithmetic
+            self.token_loss.work = torch.empty(self.piece, weight.shape[0], dtype=dtype)
+        self.losses = torch.empty(hidden.shape[0], dtype=dtype, device=hidden.device)
+        self.upstream = self.loss_mask.to(dtype) * self.scale.to(dtype)  # [n]
         waiting: tuple[slice, Tensor, Tensor] | None = None
         for number, start in enumerate(range(0, hidden.shape[0], self.chunk)):
             tokens = slice(start, start + self.chunk)
@@ -151,6 +145,7 @@ class _Sweep:
             self._finish_exchanged(*waiting)
         if self.group is not None and self.hidden_grad is not None:
             self.hidden_grad = finish(self.hidden_grad)
+        self.token_loss.work = None
         loss = self.scale.to(self.losses.dtype) * self.losses.masked_fill_(~self.loss_mask, 0.0).sum()
         return loss, self.hidden_grad
 
@@ -163,13 +158,13 @@ class _Sweep:
 
                 self.losses[rows] = softmax_losses(part, self.labels[rows], upstream, self.token_loss)
             else:
-                self.losses[rows] = self.losses_of(self.token_loss, part, self.labels[rows], upstream, self.work)
+                self.losses[rows] = self.losses_of(self.token_loss, part, self.labels[rows], upstream)
         self._add_gradients(tokens, logits)
 
     def _statistics(self, tokens: slice, logits: Tensor) -> Tensor:
         """[k, c] of this rank's columns."""
         parts = self._pieces(tokens, logits)
-        own = [self.statistics_of(self.token_loss, part, self.labels[rows], self.work) for rows, part in parts]
+        own = [self.statistics_of(self.token_loss, part, self.labels[rows]) for rows, part in parts]
         return torch.cat(own, 1)
 
     def _finish_exchanged(self, tokens: slice, logits: Tensor, exchanged: Tensor) -> None:
@@ -181,7 +176,7 @@ class _Sweep:
             return
         per_piece = statistics[self.group.index].split(self.piece, 1), factors.split(self.piece)
         for (rows, part), own, factor in zip(self._pieces(tokens, logits), *per_piece, strict=True):
-            self.differentiate(self.token_loss, part, own, self.labels[rows], factor, self.upstream[rows], self.work)
+            self.differentiate(self.token_loss, part, own, self.labels[rows], factor, self.upstream[rows])
         self._add_gradients(tokens, logits)
 
     def _add_gradients(self, tokens: slice, gradient: Tensor) -> None:

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config.schema import ModelConfig
-from megalite.kernels.main_grad import with_main_grad
+from megalite.kernels.embed import with_main_grad
 from megalite.kernels.rms_norm import rms_norm
 from megalite.tensor_parallel.layers import TpContext
 

@@ -58,17 +58,13 @@ class TokenMasks:
             scored, places = (part.chunk(split.size)[split.index] for part in (scored, places))
         if ordered and sequence is not None and len(batch.places) < batch.length:
             order = finish(start_all_gather(places, sequence)).argsort()
-        real, routed = torch.ones_like(batch.counted, dtype=torch.bool), None
-        if scale is not None:
-            real = batch.counted > 0
-            routed = real.expand_as(scored).flatten()
+        real = torch.ones_like(batch.counted, dtype=torch.bool) if scale is None else batch.counted > 0
+        routed = None if scale is None else real.expand_as(scored).flatten()
         return cls(routed, scored.flatten(), batch.counted, real.sum() * batch.length, scale, sequence, order)
 
     def in_order(self, gathered: Tensor) -> Tensor:
         """What is gathered of all tokens [s * b, ...], in the order of their places."""
-        if self.order is None:
-            return gathered
-        return _rows(gathered, self.order)
+        return gathered if self.order is None else _rows(gathered, self.order)
 
     def own_part(self, in_order: Tensor) -> Tensor:
         """This rank's [t, ...] of what is said of all tokens in the order of their places [s * b, ...]."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.kernels.grouped import RowGroups, multiple_of_rows
+from megalite.kernels.grouped import RowGroups
 from megalite.launch.context import ParallelContext
 from megalite.moe.router import Choice, count_choices
 from megalite.moe.rows import Rows
@@ -61,10 +61,8 @@ def dispatch(
     """
     if ranks.group is not None and how == "alltoall":
         return _exchanged(x, choice, experts, compute, ranks, ranks.group, beside)
-    if ranks.group is None:
-        y = _on_one_rank(x, choice, experts, compute)
-    else:
-        y = _gathered(x, choice, experts, compute, ranks, ranks.group)
+    alone = ranks.group is None
+    y = _on_one_rank(x, choice, experts, compute) if alone else _gathered(x, choice, experts, compute, ranks)
     return y if beside is None else y + beside()
 
 
@@ -75,30 +73,18 @@ def _by_expert(choice: Choice, experts: int) -> tuple[Tensor, Tensor]:
     return flat.argsort(stable=True), count_choices(flat, experts)
 
 
-def _filled_up(x: Tensor, rows: Rows, weights: Tensor, groups: RowGroups) -> tuple[Rows, Tensor, RowGroups]:
-    """The `rows` of x that experts compute with, their weights [m] and groups, filled up where that is faster. Rows
-    that fill up a group have weight 0: nothing of them is in a gradient."""
-    multiple = multiple_of_rows(len(weights), len(groups.counts), x.device, x.dtype)
-    if multiple > 1 and groups.on_host is not None:
-        groups, source, place = groups.padded(len(weights), multiple)
-        rows, weights = rows.padded(source, place), weights.new_zeros(len(source)).scatter(0, place, weights)
-    return rows, weights, groups
-
-
 def _on_one_rank(x: Tensor, choice: Choice, experts: int, compute: Compute) -> Tensor:
     """Rows of no expert stay at the end, zeros or left out of sums: nobody needs to know how many they are."""
     order, counts = _by_expert(choice, experts)
     groups = RowGroups.of(counts)
     used = groups.ends[-1:] if groups.on_host is None else None
     rows = Rows.of_choices(order, *choice.experts.shape, complete=True, used=used)
-    rows, weights, groups = _filled_up(x, rows, choice.weights.flatten()[order], groups)
-    return rows.sum(compute(rows.take(x), weights, groups))
+    return rows.sum(compute(rows.take(x), choice.weights.flatten()[order], groups))
 
 
-def _gathered(
-    x: Tensor, choice: Choice, experts: int, compute: Compute, ranks: ExpertRanks, group: TensorGroup
-) -> Tensor:
-    local = experts // ranks.ep
+def _gathered(x: Tensor, choice: Choice, experts: int, compute: Compute, ranks: ExpertRanks) -> Tensor:
+    local, group = experts // ranks.ep, ranks.group
+    assert group is not None
     with ranks.waiting():
         all_x, weights = gather_for_terms(x, group), gather_for_terms(choice.weights, group)
         chosen = finish(start_all_gather(choice.experts, group)) - ranks.ep_index * local
@@ -107,10 +93,9 @@ def _gathered(
     numbers = counts.tolist()  # waits for the device: else there would be ep times as many rows
     order = order[: sum(numbers)]
     rows = Rows.of_choices(order, *chosen.shape, complete=False)
-    rows, weights, groups = _filled_up(all_x, rows, weights.flatten()[order], RowGroups(counts, numbers))
     taken = rows.take(all_x)
     del all_x  # makes room for what experts compute
-    terms = rows.sum(compute(taken, weights, groups))
+    terms = rows.sum(compute(taken, weights.flatten()[order], RowGroups(counts, numbers)))
     with ranks.waiting():
         return reduce_scatter_to_sequence_parallel(terms, group)
 
@@ -148,11 +133,11 @@ def _exchanged(
     of_expert = of_expert.repeat_interleave(from_members.flatten(), output_size=sum(receives))
     together = of_expert.argsort(stable=True)
     groups = RowGroups(from_members.sum(0), [sum(arriving[expert::local]) for expert in range(local)])
-    own, weights, groups = _filled_up(arrived, Rows.reordered(together), weights[together], groups)
+    own = Rows.reordered(together)
     taken = own.take(arrived)
     del arrived, on_their_way  # makes room for what experts compute
     back = _Exchange(receives, sends, group, ranks.waiting)
-    (returned,) = _Finish.apply(back, *_Start.apply(back, own.sum(compute(taken, weights, groups))))
+    (returned,) = _Finish.apply(back, *_Start.apply(back, own.sum(compute(taken, weights[together], groups))))
     y = rows.sum(returned)
     return y if others is None else y + others
 

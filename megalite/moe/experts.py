@@ -6,7 +6,7 @@ weight's gradient. Backward computes the activation again from the first product
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,8 +61,8 @@ class Experts(nn.Module):
         """weights [m] * down(activation(inner rows)) of each row's expert: rows [m, h] -> [m, h], where etp ranks share
         experts a term of the sum. Rows of no expert give 0 and have no gradient, or nobody reads what they give."""
         inner = getattr(self, self.inner)
-        passes = _compiled_passes(self.activation) if self.compiled else _passes(self.activation)
-        options = passes, (inner.main_grad, self.down.main_grad), self.deferred, self.recompute
+        passes = _compiled_passes() if self.compiled else (_scaled, _scaled_backward)
+        options = self.activation, passes, (inner.main_grad, self.down.main_grad), self.deferred, self.recompute
         return _ExpertMLP.apply(  # type: ignore[no-any-return]
             rows, weights, inner.weight, self.down.weight, groups, *options
         )
@@ -77,15 +77,17 @@ class _ExpertMLP(torch.autograd.Function):
         inner: Tensor,
         down: Tensor,
         groups: RowGroups,
-        passes: "Passes",
+        activation: Activation,
+        passes: tuple[Callable[..., Any], Callable[..., Any]],
         main_grads: tuple[Tensor | None, Tensor | None],
         deferred: DeferredWork | None,
         recompute: bool,
     ) -> Tensor:
         before = _first_product(rows, inner, groups)
         ctx.save_for_backward(rows, weights, inner, down, *([] if recompute else [before]))
-        ctx.groups, ctx.passes, ctx.main_grads, ctx.deferred = groups, passes, main_grads, deferred
-        scaled = passes.forward(before, weights)
+        ctx.groups, ctx.main_grads, ctx.deferred = groups, main_grads, deferred
+        ctx.pass_back = partial(passes[1], activation)
+        scaled = passes[0](activation, before, weights)
         return groups.clear_rest(grouped_product(scaled, down.transpose(1, 2), groups))
 
     @staticmethod
@@ -97,7 +99,7 @@ class _ExpertMLP(torch.autograd.Function):
         before = kept[0] if kept else _first_product(rows, inner, groups)
         scaled_grad = grouped_product(grad, down, groups)  # [m, width]
         used = groups.ends[-1] if groups.on_host is None else None
-        before_grad, weights_grad, scaled = ctx.passes.backward(before, weights, scaled_grad, used)
+        before_grad, weights_grad, scaled = ctx.pass_back(before, weights, scaled_grad, used)
         del before, scaled_grad
         weights_grad = groups.clear_rest(weights_grad)
         rows_grad = groups.clear_rest(grouped_product(before_grad, inner.flatten(1, -2), groups))
@@ -112,27 +114,14 @@ class _ExpertMLP(torch.autograd.Function):
             else:
                 work()
             weight_grads.append(total if main_grad is None else None)
-        return rows_grad, weights_grad, *weight_grads, None, None, None, None, None
-
-
-class Passes(NamedTuple):
-    """The element-wise work of experts: `forward` between their products, `backward` between those of gradients."""
-
-    forward: Callable[[Tensor, Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
+        return rows_grad, weights_grad, *weight_grads, None, None, None, None, None, None
 
 
 @cache
-def _passes(activation: Activation) -> Passes:
-    return Passes(partial(_scaled, activation), partial(_scaled_backward, activation))
-
-
-@cache
-def _compiled_passes(activation: Activation) -> Passes:
+def _compiled_passes() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """On CUDA one kernel each. A number of rows that differs from step to step is compiled twice; beyond the compiler's
-    limit of variants they run as they are. That limit is one for all partial functions, so these are not compiled."""
-    forward, backward = torch.compile(_scaled), torch.compile(_scaled_backward)
-    return Passes(partial(forward, activation), partial(backward, activation))
+    limit of variants they run as they are."""
+    return torch.compile(_scaled), torch.compile(_scaled_backward)
 
 
 def _scaled(activation: Activation, before: Tensor, weights: Tensor) -> Tensor:

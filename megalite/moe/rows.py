@@ -35,10 +35,6 @@ class Rows(NamedTuple):
         """A row for each token, in another order: `order` [m] says whose."""
         return cls(order, inverse(order), None)
 
-    def padded(self, source: Tensor, place: Tensor) -> "Rows":
-        """With more rows: row i is a copy of today's row `source[i]`; sums take today's rows, which are at `place`."""
-        return self._replace(token_of_row=self.token_of_row[source], by_token=place[self.by_token])
-
     def take(self, x: Tensor) -> Tensor:
         """x [t, h] -> [m, h], the token of each row."""
         return _Take.apply(x, *self)  # type: ignore[no-any-return]

@@ -1,9 +1,15 @@
-"""The buffers of any rank of any world, from the config alone: what training lays out there. No torch import."""
+"""The buffers of any rank of any world and the memory that they take, from the config alone. No torch import.
+
+Parameters and gradients are whole on every rank of a model; of masters and of the optimizer's state each of the ranks
+that share it has its part. Activations and what travels come on top. With AdamW the sums are those of Megatron-LM's
+distributed optimizer: 6 + 12/d bytes in bf16, 8 + 8/d in fp32 (in fp16, where it sums gradients in fp16, 4 + 16/d).
+"""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megalite.config.layout import stage_settings
-from megalite.config.schema import Config
+from megalite.config.schema import OPTIMIZERS, Config, OptimizerConfig
 from megalite.layout.buffer_layout import BufferLayout, Kind, OwnedRange, buffer_layout
 from megalite.layout.groups import GroupNeeds, groups_of
 from megalite.layout.parameters import ParameterRecord, held_parameters
@@ -12,6 +18,7 @@ from megalite.layout.stages import stages_of
 from megalite.model.parameters import gpt_parameters
 
 KINDS: tuple[Kind, ...] = ("dense", "expert")
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
 @dataclass(frozen=True)
@@ -65,3 +72,42 @@ def replica_groups(kind: Kind, *, zero: bool, instances: int) -> tuple[str | Non
     if not zero:
         return None, replicas
     return (replicas, None) if instances == 1 else (f"{replicas}-shard", f"{replicas}-replicate")
+
+
+class StateBytes(NamedTuple):
+    """Bytes of what training keeps: of one element of each kind, or of all that one rank holds."""
+
+    parameters: int
+    gradients: int
+    masters: int  # 0 where the parameters are the masters
+    optimizer: int  # its state beside the masters
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+def bytes_of_element(
+    precision: str, optimizer: OptimizerConfig, *, matrix: bool = True, master_precision: bool = False
+) -> StateBytes:
+    """Bytes of one element of a matrix, or of another parameter. In fp64 everything that is fp32 elsewhere is fp64.
+
+    `master_precision` is for parameters that have the masters' dtype in every precision (`ParameterRecord.precision`).
+    """
+    wide = "fp64" if precision == "fp64" else "fp32"
+    stored = wide if master_precision else precision
+    kept = OPTIMIZERS[optimizer.name][0 if matrix else 1]
+    named = [optimizer.moment_dtype if dtype == "moment_dtype" else dtype for dtype in kept]
+    gradients, *state = (BYTES[wide if dtype == "fp32" else dtype] for dtype in (optimizer.gradient_dtype, *named))
+    return StateBytes(BYTES[stored], gradients, 0 if stored == wide else BYTES[wide], sum(state))
+
+
+def bytes_of_rank(layout: BufferLayout, precision: str, optimizer: OptimizerConfig) -> StateBytes:
+    """The bytes that one rank keeps, padding included; the same for all ranks that exchange the layout's buckets."""
+    kept = StateBytes(0, 0, 0, 0)
+    for bucket in layout.buckets:
+        wide = bucket.buffer.precision == "master"
+        element = bytes_of_element(precision, optimizer, matrix=bucket.buffer.whole, master_precision=wide)
+        counts = [bucket.size] * 2 + [bucket.slice_size] * 2
+        kept = StateBytes(*(sum_ + count * size for sum_, count, size in zip(kept, counts, element, strict=True)))
+    return kept

@@ -66,13 +66,15 @@ class Executor:
             self._switch("forward")
             self.performed += len(batches)
             return sum((self._graph(batch, scale) for batch in batches), start=torch.zeros_like(scale))
-        losses = self._run(self._training, batches, lambda chunk, batch, received: chunk.loss(batch, scale, received))
-        return sum(losses, start=torch.zeros_like(scale))
+        return self._losses(self._training, batches, scale)
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
         """Forward alone; the sum of the losses as in `forward_backward`."""
-        losses = self._run(self._evaluation, batches, lambda chunk, batch, received: chunk.loss(batch, scale, received))
+        return self._losses(self._evaluation, batches, scale)
+
+    def _losses(self, schedule_of: ScheduleOf, batches: Sequence[Batch], scale: Tensor) -> Tensor:
+        losses = self._run(schedule_of, batches, lambda chunk, batch, received: chunk.loss(batch, scale, received))
         return sum(losses, start=torch.zeros_like(scale))
 
     @torch.no_grad()

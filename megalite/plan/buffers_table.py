@@ -5,8 +5,7 @@ from math import prod
 
 from megalite.errors.words import several
 from megalite.layout.buffer_layout import Bucket, BufferLayout
-from megalite.optim.memory import StateBytes
-from megalite.optim.rank_buffers import RankBuffers
+from megalite.optim.rank_buffers import RankBuffers, StateBytes
 
 Kept = Callable[[BufferLayout], StateBytes]  # what a rank keeps of these buckets: `bytes_of_rank` for some settings
 

@@ -12,7 +12,7 @@ from megalite.config.derive import derive_vocabulary
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem
 from megalite.model.parameters import gpt_parameters
-from megalite.optim.memory import bytes_of_element
+from megalite.optim.rank_buffers import bytes_of_element
 
 GPUS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")  # NVIDIA's, AMD's, and any under WSL2
 

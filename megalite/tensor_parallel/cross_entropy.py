@@ -1,8 +1,8 @@
 """Cross entropy where each rank has the logits of some columns of the vocabulary.
 
-Invariant: the loss of a token is the same number, bit for bit, on every rank, and depends on the vocabulary alone: not
-on its padding, and on the number of ranks only by rounding. The statistics of a rank's columns are three or four
-numbers per token in fp32 (fp64 in fp64), exchanged in one all-gather and combined by every rank in the same order.
+The loss of a token is the same number, bit for bit, on every rank, and depends on the number of ranks only by rounding,
+on the padding not at all. The statistics of a rank's columns, three or four numbers per token in fp32 (fp64 in fp64),
+travel in one all-gather and are combined by every rank in the same order.
 """
 
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ class TokenLoss:
     vocab_size: int
     label_smoothing: float
     z_loss: float
+    work: Tensor | None = None  # [r, columns], fp32 (fp64): memory for what is as large as logits; None: fresh memory
 
     def __post_init__(self) -> None:
         index, self.size = (0, 1) if self.group is None else (self.group.index, self.group.size)
@@ -66,26 +67,27 @@ class TokenLoss:
             factor *= 1 + 2 * self.z_loss * log_sum
         return losses, factor
 
-    def statistics(self, logits: Tensor, labels: Tensor, work: Tensor) -> Tensor:
+    def statistics(self, logits: Tensor, labels: Tensor) -> Tensor:
         """[3 or 4, r] of logits [r, columns]: maximum, sum of exp(logit - maximum), the label's logit (zero where
-        another rank has it) and, for smoothing, the sum of logits. `work` is of `work_buffer`."""
-        return self._statistics(logits, labels, work)[0]
+        another rank has it) and, for smoothing, the sum of logits."""
+        return self._statistics(logits, labels)[0]
 
-    def losses(self, logits: Tensor, labels: Tensor, upstream: Tensor | None, work: Tensor) -> Tensor:
+    def losses(self, logits: Tensor, labels: Tensor, upstream: Tensor | None) -> Tensor:
         """The losses [r] of tokens whose logits are all here; with `upstream` [r], gradients in place of the logits."""
-        statistics, powers = self._statistics(logits, labels, work)
+        statistics, powers = self._statistics(logits, labels)
         losses, factor = self.combine(statistics[None])
         if upstream is not None:
-            self.differentiate(logits, statistics, labels, factor, upstream, work, powers)
+            self.differentiate(logits, statistics, labels, factor, upstream, powers)
         return losses
 
-    def _statistics(self, logits: Tensor, labels: Tensor, work: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _statistics(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor | None]:
         """With exp(logit - maximum), unless a compiler makes kernels that write nothing as large as the logits."""
         if not self.real:
-            statistics = work.new_zeros(4 if self.label_smoothing else 3, *labels.shape)
+            shape = 4 if self.label_smoothing else 3, *labels.shape
+            statistics = logits.new_zeros(shape, dtype=statistics_dtype(logits.dtype))
             statistics[0] = -torch.inf
             return statistics, None
-        wide = _widened(logits, work)
+        wide = self._widened(logits)
         maxima = wide.amax(-1, keepdim=True)
         column, is_here = self._column(labels)
         label_logits = wide.gather(1, column[:, None])[:, 0]
@@ -94,7 +96,7 @@ class TokenLoss:
         rows = [label_logits]
         if self.label_smoothing:  # over as many columns as the other sums, to be taken with them
             rows.append(torch.where(self._columns(wide) < self.real, wide, 0.0).sum(-1))
-        powers = _powers(wide, maxima, work)  # where logits were widened, in their place
+        powers = self._powers(wide, maxima)  # where logits were widened, in their place
         rows = [maxima[:, 0], powers.sum(-1), *rows]
         return torch.stack(rows), None if torch.compiler.is_compiling() else powers
 
@@ -105,7 +107,6 @@ class TokenLoss:
         labels: Tensor,
         factor: Tensor,
         upstream: Tensor,
-        work: Tensor,
         powers: Tensor | None = None,
     ) -> None:
         """The gradient of sum(upstream [r] * losses [r]) in place of the logits, of which `statistics` are [k, r].
@@ -120,7 +121,7 @@ class TokenLoss:
         if is_here is not None:
             of_label *= is_here
         maxima, sums = statistics[:2, :, None]
-        powers = _powers(_widened(logits, work), maxima, work) if powers is None else powers
+        powers = self._powers(self._widened(logits), maxima) if powers is None else powers
         gradient = powers.mul_((factor * upstream)[:, None] / sums)
         if torch.compiler.is_compiling():  # one kernel, of which a scatter cannot be part
             gradient -= torch.where(self._columns(logits) == column[:, None], of_label[:, None], 0.0)
@@ -142,27 +143,14 @@ class TokenLoss:
     def _columns(self, logits: Tensor) -> Tensor:
         return torch.arange(logits.shape[1], device=logits.device)
 
+    def _widened(self, logits: Tensor) -> Tensor:
+        dtype = statistics_dtype(logits.dtype)
+        if self.work is None or logits.dtype == dtype:
+            return logits.to(dtype)
+        return self.work[: len(logits)].copy_(logits)
 
-def _widened(logits: Tensor, work: Tensor) -> Tensor:
-    """Logits [r, columns] in the dtype of `work`; in its memory, where it has any and they change."""
-    if logits.dtype == work.dtype or not len(work):
-        return logits.to(work.dtype)
-    return work[: len(logits)].copy_(logits)
-
-
-def _powers(wide: Tensor, maxima: Tensor, work: Tensor) -> Tensor:
-    """exp(logit - maximum) [r, columns], in the memory of `work` where it has any."""
-    if not len(work):
-        return (wide - maxima).exp()
-    return torch.sub(wide, maxima, out=work[: len(wide)]).exp_()
-
-
-def work_buffer(logits: Tensor) -> tuple[Tensor, int]:
-    """A buffer [r, columns] for logits [n, columns], and r: how many rows to take at once.
-
-    Fresh pages cost a CPU more than the arithmetic; CUDA's allocator makes the buffer needless (it has no rows).
-    """
-    n, columns = logits.shape
-    rows = max(1, min(n, PIECE_ELEMENTS[logits.device.type] // max(1, columns)))
-    dtype = statistics_dtype(logits.dtype)
-    return torch.empty(0 if logits.is_cuda else rows, columns, dtype=dtype, device=logits.device), rows
+    def _powers(self, wide: Tensor, maxima: Tensor) -> Tensor:
+        """exp(logit - maximum) [r, columns]"""
+        if self.work is None:
+            return (wide - maxima).exp()
+        return torch.sub(wide, maxima, out=self.work[: len(wide)]).exp_()

@@ -1,8 +1,7 @@
 """Weight gradients that wait until a schedule asks for them (zero bubble: Qi et al. 2023, arXiv 2401.10241, section 2).
 
 While a backward runs under `collecting`, each product with a main gradient computes the gradient of its input alone and
-puts the rest here. `run_next` does all of one microbatch: microbatches in the order in which they were collected, the
-work of one in the order in which backward came to it, so that every sum is made of the same bits in the same order.
+puts the rest here. `run_next` does the rest of one microbatch, all in the order in which backward came to it.
 """
 
 from collections import deque

@@ -1,11 +1,9 @@
 """Linear layers and the word embedding, split over the ranks of a tensor-parallel group.
 
-Parameters keep the dims of their logical shape and hold this rank's shard of it, as its record
-(layout/parameters.py) cuts it; they are created without values. Each weight has one `main_grad`: None, or a tensor of
-its size (fp32, fp64 in fp64; compiled, [outputs, inputs]) to which backward adds the weight's gradient, in a fixed
-order; autograd then sees none. Biases may have theirs in `small_main_grads`, by name. A gradient is complete, but for
-what the record calls partial: entries that several ranks hold, and under sequence parallelism the bias of a
-`RowParallelLinear`.
+Parameters keep the dims of their logical shape and hold this rank's shard of it, as its record cuts it
+(layout/parameters.py); they are created without values. Backward adds a weight's gradient to its `main_grad` where
+there is one (fp32, fp64 in fp64; compiled, [outputs, inputs]), and autograd sees none. Biases may have theirs in
+`small_main_grads`, by name. A gradient is complete, but for what the record calls partial.
 """
 
 from dataclasses import dataclass
@@ -13,8 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megalite.kernels.embed import embed
-from megalite.kernels.main_grad import with_main_grad
+from megalite.kernels.embed import embed, with_main_grad
 from megalite.layout.parameters import Split, shard_of
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.deferred import DeferredWork

@@ -51,16 +51,14 @@ def linear(
 ) -> Tensor:
     """x [..., k] times the transpose of weight [n, k], plus bias [n] -> [..., n].
 
-    `group` holds the ranks among which the outputs are split (a column-parallel product): x is the same on all of them
-    and its gradient is summed over them. With `sequence_parallel` each has its part of the sequence instead,
-    x [s/t, ..., k] -> [s, ..., n]: x is gathered, in backward once more, and its gradient reduce-scattered.
+    `group`: the ranks among which the outputs are split; x is the same on all of them and its gradient is summed over
+    them. With `sequence_parallel` x is the rank's part of the sequence, [s/t, ..., k] -> [s, ..., n]: gathered, in
+    backward once more, and its gradient reduce-scattered.
 
-    With `main_grad` (fp32, fp64 in fp64; contiguous, of the weight's size in any shape, compiled [n, k]) backward adds
-    the gradient of the weight to it, and autograd sees none. A backward that `deferred` collects puts that off;
-    compiled, there must be none. `before_activation`: the gradient of the output comes from an element-wise pass.
-
-    `fp8`, a recipe of kernels/fp8.py, rounds what the product and the gradient of x multiply; the weight's gradient is
-    that of unrounded numbers.
+    Backward adds the weight's gradient to `main_grad` (fp32, fp64 in fp64; contiguous, of the weight's size, compiled
+    [n, k]), and autograd sees none; a backward that `deferred` collects puts that off (compiled, there must be none).
+    `fp8`: the recipe (kernels/fp8.py) that rounds what the product and the gradient of x multiply.
+    `before_activation`: the gradient of the output comes from an element-wise pass.
     """
     assert group is not None or not sequence_parallel
     if group is None and main_grad is None and fp8 is None:

@@ -36,8 +36,8 @@ from megalite.launch.context import ParallelContext, rank0_broadcast
 from megalite.layout.buffer_layout import OwnedRange
 from megalite.model.parameters import gpt_parameters
 from megalite.model.routers import Routers
-from megalite.optim.memory import bytes_of_element
 from megalite.optim.optimizer import slices_of
+from megalite.optim.rank_buffers import bytes_of_element
 from megalite.train.build import Training
 from megalite.train.history import seals
 from megalite.train.metrics import StepMetrics

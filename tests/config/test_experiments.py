@@ -102,12 +102,5 @@ def test_a_recipe_that_builds_on_another_keeps_the_files_that_it_chooses(tmp_pat
     mine.write_text("# @package _global_\ndefaults: [shakespeare_char, _self_]\ntrain: {steps: 900}\n")
     config = load_config(command, 1)
     assert (config.data.source, config.tokenizer, config.train.steps) == ("text", "char", 900)
-    mine.write_text("# @package _global_\ndefaults: [override /data: tokens, shakespeare_char]\ntokenizer: byte\n")
+    mine.write_text("# @package _global_\ndefaults: [shakespeare_char, override /data: tokens]\ntokenizer: byte\n")
     assert load_config(command, 1).data.source == "tokens"
-
-
-@pytest.mark.parametrize("entry", ["override /data: text", "/data: text"])
-def test_a_preset_does_not_choose_files_of_other_groups(tmp_path: Path, entry: str) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "mine.yaml").write_text(f"defaults: [{entry}]\nnum_layers: 3\n")
-    assert "model/mine.yaml: chooses files of other groups" in str(refusal("--config-dir", str(tmp_path), "model=mine"))

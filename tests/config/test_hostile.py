@@ -9,7 +9,7 @@ from megalite.config.schema import OptimizerConfig
 from megalite.config.settings import SETTINGS
 from megalite.errors.problems import UserError
 from megalite.model.parameters import gpt_parameters
-from megalite.optim.memory import bytes_of_element
+from megalite.optim.rank_buffers import bytes_of_element
 from megalite.plan import memory
 from megalite.plan.memory import fits_this_machine
 from tests.config.refusal import refusal

@@ -43,13 +43,18 @@ def theirs(config: ModelConfig) -> Any:
 
 @pytest.mark.parametrize("head_size", [64, 128, 6])
 @pytest.mark.parametrize("case", CASES)
-def test_frequencies_and_magnitude_are_those_of_transformers(case: str, head_size: int) -> None:
+def test_frequencies_magnitude_and_settings_are_those_of_transformers(case: str, head_size: int) -> None:
     config = small(head_size=head_size, **CASES[case])
     frequencies, magnitude = ROPE_INIT_FUNCTIONS[config.rope_scaling](theirs(config), torch.device("cpu"))
     ours = rotary_frequencies(config)
     assert (ours - frequencies).abs().max() < 1e-6
     assert ((ours - frequencies) / ours).abs().max() < 2e-6, "the low ones, too; theirs are fp32"
     assert abs(rotary_magnitude(config) - magnitude) < 1e-12
+    written = theirs(config).to_dict()
+    assert "rope_scaling" not in written, "transformers 5 calls it rope_parameters"
+    found = {name: value for name, value in LLAMA.settings(written).items() if name.startswith("rope_")}
+    assert found == {name: getattr(config, name) for name in found}, "our settings come back"
+    assert found.items() >= {"rope_theta": 10000.0, **CASES[case]}.items()
 
 
 def test_the_cases_scale_and_differ() -> None:
@@ -57,16 +62,6 @@ def test_the_cases_scale_and_differ() -> None:
     configs = [small(head_size=64, **case) for case in ({}, *CASES.values())]
     tables = [(*rotary_frequencies(config).tolist(), rotary_magnitude(config)) for config in configs]
     assert len(set(tables)) == len(tables)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_settings_come_back_from_what_transformers_writes(case: str) -> None:
-    config = small(**CASES[case])
-    written = theirs(config).to_dict()
-    assert "rope_scaling" not in written, "transformers 5 calls it rope_parameters"
-    found = {name: value for name, value in LLAMA.settings(written).items() if name.startswith("rope_")}
-    assert found == {name: getattr(config, name) for name in found}
-    assert found.items() >= {"rope_theta": 10000.0, **CASES[case]}.items()
 
 
 def yarn_file(**keys: Any) -> dict[str, Any]:

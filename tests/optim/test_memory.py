@@ -29,8 +29,8 @@ from megalite.layout.parameters import ParameterRecord
 from megalite.layout.ranks import ParallelLayout
 from megalite.optim import adamw, zero
 from megalite.optim.buffers import TrainingBuffers
-from megalite.optim.memory import StateBytes, bytes_of_element, bytes_of_rank
 from megalite.optim.optimizer import slices_of
+from megalite.optim.rank_buffers import StateBytes, bytes_of_element, bytes_of_rank
 from megalite.train import step as step_module
 from megalite.train.build import Training, build_training, derive_device
 from megalite.train.step import TrainStep

@@ -105,6 +105,7 @@ def test_owners_are_named(arguments: str, owners: str, capsys: pytest.CaptureFix
             ("2 problems", "model.num_layers=0", "optimizer.zero=2"),
         ),
         (("--rank", "2"), ("--rank=2: there are 2 ranks, counted from 0",)),
+        (("--world-size", "4", "--dp", "2"), ("--dp: not allowed with argument --world-size",)),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused_all_at_once(
