@@ -1,1 +1,1 @@
-"""Build, step, loop, evaluate, sample, save, resume; a recorder is told what happens."""
+"""Set-up, loop, step, evaluation, samples of text, checkpoints, and the record of a run."""

@@ -56,13 +56,11 @@ from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.shared_memory import share_memory, why_products_cannot_send
 from megalite.train.metrics import StepClock
 
-# Settings that may differ between machines: numbers of cores, and places whose content is compared when it is read.
+# Settings that may differ between machines: a name for people, numbers of cores, places whose content is compared.
 OF_A_MACHINE = (
-    *("tokenizer", "data.path", "data.cache_dir", "data.workers", "checkpoint.init_from"),
-    "parallel.nccl_options",  # its content is compared
-    "run_name",  # rank 0 alone shows it, and run_dir says where the run is kept
+    *("run_name", "tokenizer", "data.path", "data.cache_dir", "data.workers"),
+    *("checkpoint.init_from", "parallel.nccl_options"),
 )
-
 
 # (folder, model, names) -> (logical name, logical tensor) of these parameters, of all where `names` is None.
 # It raises UserError before it reads the first tensor if the folder does not fit the model.
@@ -167,9 +165,8 @@ def build_training(config: Config, context: ParallelContext) -> Training:
     comm_dtype = dtype_of(settings.communication_dtype or settings.gradient_dtype, context.dtype)
     waiting = partial(clock.within, "communication")
     gather = ParameterGather(buffers, replicas, overlap=settings.overlap, waiting=waiting)
-    main_grads = buffers.attach(
-        *chunks, with_main_grad=[name for chunk in chunks for name in chunk.main_grad_parameters]
-    )
+    own_grads = [name for chunk in chunks for name in chunk.main_grad_parameters]
+    main_grads = buffers.attach(*chunks, with_main_grad=own_grads)
     sync = GradientSync(buffers, chunks, replicas, comm_dtype=comm_dtype, overlap=settings.overlap)
     for chunk in chunks:
         chunk.set_main_grads({name: main_grads[name] for name in chunk.main_grad_parameters})

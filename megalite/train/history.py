@@ -2,8 +2,8 @@
 
 Rank 0 writes metrics.jsonl, events.jsonl and pipeline.jsonl, one JSON object a line. They are the interface: every view
 (terminal, report, trackers) is given the same records, in the same order. metrics.jsonl holds every step once
-(StepMetrics.to_json) and evaluations (with `val_loss`). events.jsonl is the run's history: a resume cuts nothing of it,
-so a step may stand in it more than once, and of two samples of one step and prompt the later counts. An event:
+(Meter.line) and evaluations (with `val_loss`). events.jsonl is the run's history: a resume cuts nothing of it, so a
+step may stand in it more than once, and of two samples of one step and prompt the later counts. An event:
 
     {"time": 1790000000.123, "step": 12, "kind": "skipped", "loss": NaN, "grad_norm": NaN, "loss_scale": null}
 

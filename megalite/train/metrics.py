@@ -15,7 +15,7 @@ own: a hot device, a busy host. A slow rank slows all of its tensor-parallel gro
 import resource
 import statistics
 import sys
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,7 +33,6 @@ from megalite.model.flops import flops_per_token, peak_flops
 from megalite.moe.balance import in_numbers
 from megalite.train.history import STEP_PARTS, Record, RunLog, StepPart
 
-GIB = 1 << 30
 TimeSplit = dict[StepPart, float]  # seconds of this rank, by part of a step
 NO_TIME: TimeSplit = dict.fromkeys(STEP_PARTS, 0.0)
 OWN: tuple[StepPart, ...] = ("forward", "backward", "optimizer")  # what a rank does without waiting for others
@@ -201,20 +200,18 @@ class Meter:
 
 def stragglers(compute_s: Sequence[float], stages: Sequence[int]) -> dict[int, float]:
     """Ranks that take more than SLOW times the (lower) median of the ranks of their stage, and how many times as long.
-
-    `stages`: the pipeline rank of each rank. A stage that one rank holds has nobody to compare with.
-    """
-    by_stage: dict[int, list[float]] = {}
+    `stages`: the pipeline rank of each rank."""
+    by_stage = defaultdict[int, list[float]](list)
     for stage, seconds in zip(stages, compute_s, strict=True):
-        by_stage.setdefault(stage, []).append(seconds)
-    usual = {stage: statistics.median_low(of_stage) for stage, of_stage in by_stage.items()}
-    times = [seconds / (usual[stage] or inf) for stage, seconds in zip(stages, compute_s, strict=True)]
+        by_stage[stage].append(seconds)
+    usual = {stage: statistics.median_low(of_stage) or inf for stage, of_stage in by_stage.items()}
+    times = [seconds / usual[stage] for stage, seconds in zip(stages, compute_s, strict=True)]
     return {rank: many for rank, many in enumerate(times) if many > SLOW}
 
 
 def memory_gib(device: torch.device) -> float:
     """Peak memory of this rank so far: of the accelerator's allocator, on a CPU of the process."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak * (1 if sys.platform == "darwin" else 1024) / GIB  # macOS counts bytes, Linux KiB
+        return torch.cuda.max_memory_allocated(device) / (1 << 30)
+    unit = 1 if sys.platform == "darwin" else 1 << 10  # bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / (1 << 30)

@@ -40,11 +40,9 @@ class StatusFile:
         {"state": "stopped", "step": 1200, "steps": 5000, "run_dir": "/scratch/run", "by": "SIGUSR1"}
 
     `running`: training, or killed; `stopped`: ended on request, saved, to be started again; `finished`: nothing
-    remains; `failed`: look at the log. `step` is the newest that is saved. A start that is refused, or is ended before
-    it has built its model, writes nothing. A batch script that exports JOB_BEGAN judges its time limit by three more
-    fields: steps that this start has `gained`, `start_up_s` from JOB_BEGAN on, and `step_s`, the mean of these steps
-    with their saves and evaluations, null before the first save. An exit status cannot tell these apart: torchrun's is
-    1 after a stop in which all ranks ended in order. Without a path nothing is written.
+    remains; `failed`: look at the log. `step` is the newest that is saved. A start that ends before it has built its
+    model writes nothing. For a batch script that exports JOB_BEGAN: steps that this start has `gained`, `start_up_s`
+    from JOB_BEGAN on, and `step_s`, the mean of these steps with saves and evaluations, null before the first save.
     """
 
     def __init__(self, path: str | None, run_dir: Path, steps: int) -> None:
@@ -113,12 +111,11 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
                 left_s = None if minutes is None else began + 60 * minutes - time.monotonic()
                 with stop_request(left_s, "train.max_minutes") as job.stop:
                     return train_to_the_end(job, saver, status, watchdog)
-    except UserError:
-        raise
     except Exception as error:
-        failed = True
-        report_cause(error, context, job)
-        if saver is not None:
+        failed = not isinstance(error, UserError)
+        if failed:
+            report_cause(error, context, job)
+        if failed and saver is not None:
             saver.close()
         raise
     finally:

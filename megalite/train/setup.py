@@ -4,7 +4,7 @@ process groups (run.py) -> data -> settings that follow from both -> run folder 
 the newest checkpoint. What one rank finds wrong, all ranks refuse together.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -155,15 +155,15 @@ def open_training_data(
     return data
 
 
-def remarks(config: Config, context: ParallelContext) -> list[str]:
+def remarks(config: Config, context: ParallelContext) -> Iterator[str]:
     """Lines about settings on this device that the user should know."""
-    found = [slow_precision(context.dtype, context.device)]
+    if words := slow_precision(context.dtype, context.device):
+        yield words
     if config.train.fp8 is not None and context.device.type == "cpu":
-        found.append("a CPU imitates fp8: it rounds as a GPU does, and steps take longer than without train.fp8")
+        yield "a CPU imitates fp8: it rounds as a GPU does, and steps take longer than without train.fp8"
     if config.parallel.cp > 1:
         exchange = exchange_of(config)
-        found.append(f"the {config.parallel.cp} ranks of a sequence exchange keys by {exchange.name}: {exchange.why}")
-    return [line for line in found if line]
+        yield f"the {config.parallel.cp} ranks of a sequence exchange keys by {exchange.name}: {exchange.why}"
 
 
 def restore(job: Job, found: Found) -> None:

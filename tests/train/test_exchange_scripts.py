@@ -5,7 +5,6 @@ import math
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,21 +23,6 @@ PLACE = ["device=cpu", "precision=fp32", "train.sample_tokens=0", "log.wandb=dis
 EXPORT, GENERATE, EVALUATE = models.export, models.generate, models.evaluate
 
 
-@dataclass(frozen=True)
-class Trained:
-    """A run of 6 steps with checkpoints at 3 and 6, its export, its text, and another text."""
-
-    folder: Path
-
-    @property
-    def run(self) -> str:
-        return str(self.folder / "run")
-
-    @property
-    def exported(self) -> str:
-        return str(self.folder / "exported")
-
-
 def train(folder: Path, run: str, *extra: str) -> None:
     data = ["data=text", f"data.path={folder / 'text.txt'}", f"data.cache_dir={folder / 'cache'}"]
     steps = ["train.steps=6", "checkpoint.interval=3"]
@@ -47,13 +31,14 @@ def train(folder: Path, run: str, *extra: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of 6 steps, checkpoints at 3 and 6, its export, its text, and another text."""
     folder = tmp_path_factory.mktemp("exchange")
     write_text(folder / "text.txt")
     (folder / "other.txt").write_text("A stone in the river. The wind — shadow, light… " * 9)
     train(folder, "run")
     assert EXPORT([str(folder / "run"), str(folder / "exported")]) == 0
-    return Trained(folder)
+    return folder
 
 
 def tree(folder: Path) -> dict[str, bytes]:
@@ -80,68 +65,68 @@ def text(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_export_holds_all_that_transformers_and_a_reader_need(trained: Trained) -> None:
+def test_the_export_holds_all_that_transformers_and_a_reader_need(trained: Path) -> None:
     names = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert set(os.listdir(trained.exported)) == names | {"README.md"}
-    card = (Path(trained.exported) / "README.md").read_text()
-    assert f"| validation | {evaluated_in_training(trained.run, 6)['val_loss']:.4f} |" in card
+    assert set(os.listdir(str(trained / "exported"))) == names | {"README.md"}
+    card = ((trained / "exported") / "README.md").read_text()
+    assert f"| validation | {evaluated_in_training(str(trained / 'run'), 6)['val_loss']:.4f} |" in card
     assert "| tokens | 768 |" in card
     assert "text.txt; text: " in card
-    assert str(trained.folder) not in card
+    assert str(trained) not in card
 
 
 def test_step_and_precision_are_those_asked_for(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "parts"
     options = ["--step", "3", "precision=bf16"]
-    assert EXPORT([trained.run, str(out), *options]) == 0
+    assert EXPORT([str(trained / "run"), str(out), *options]) == 0
     assert "after step 3" in capsys.readouterr().out
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
-    assert EXPORT([trained.run, str(tmp_path / "whole"), "--step", "3"]) == 0
+    assert EXPORT([str(trained / "run"), str(tmp_path / "whole"), "--step", "3"]) == 0
     whole = load_file(tmp_path / "whole" / "model.safetensors")
     parts = load_file(out / "model.safetensors")
-    newest = load_file(Path(trained.exported) / "model.safetensors")
+    newest = load_file((trained / "exported") / "model.safetensors")
     assert whole.keys() == parts.keys() == newest.keys()
     assert all(torch.equal(parts[name], value.bfloat16()) for name, value in whole.items())
     assert not all(torch.equal(newest[name], value) for name, value in whole.items())
     card = (tmp_path / "whole" / "README.md").read_text()
-    assert f"| validation | {evaluated_in_training(trained.run, 3)['val_loss']:.4f} |" in card
+    assert f"| validation | {evaluated_in_training(str(trained / 'run'), 3)['val_loss']:.4f} |" in card
     assert "| tokens | 384 |" in card
 
 
-def first_loss(trained: Trained, run: str, *words: str) -> float:
+def first_loss(trained: Path, run: str, *words: str) -> float:
     """Of one step from the weights of the export, on one sequence that is the whole text."""
     one = ["train.global_batch_size=1", "data.validation_fraction=0", "train.eval_interval=0", "train.steps=1"]
-    place = f"data.path={trained.folder / 'short.txt'}"
-    train(trained.folder, run, f"checkpoint.init_from={trained.exported}", place, *one, *words)
-    return float(json.loads((trained.folder / run / "metrics.jsonl").read_text().splitlines()[0])["loss"])
+    place = f"data.path={trained / 'short.txt'}"
+    train(trained, run, f"checkpoint.init_from={trained}/exported", place, *one, *words)
+    return float(json.loads((trained / run / "metrics.jsonl").read_text().splitlines()[0])["loss"])
 
 
-def test_an_import_trains_with_the_tokenizer_of_its_folder(trained: Trained) -> None:
+def test_an_import_trains_with_the_tokenizer_of_its_folder(trained: Path) -> None:
     """The first loss is that of transformers on the ids of AutoTokenizer; a resume keeps the tokenizer of its run."""
     import transformers
 
     text = "A stone by the river, a shadow of light. "
-    (trained.folder / "short.txt").write_text(text)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(trained.exported)
+    (trained / "short.txt").write_text(text)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(trained / "exported"))
     ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-    expected = float(losses_by_transformers(trained.exported, ids, len(ids) - 1).mean())
+    expected = float(losses_by_transformers(str(trained / "exported"), ids, len(ids) - 1).mean())
     found = first_loss(trained, "imported", f"train.seq_length={len(ids) - 1}")
     assert found == pytest.approx(expected, rel=1e-5)
     other = first_loss(trained, "other", "train.seq_length=40", "tokenizer=byte")
     assert abs(other - expected) > 0.05
     for run, length in (("imported", len(ids) - 1), ("other", 40)):
-        assert pretrain_gpt.main([f"run_dir={trained.folder / run}", "train.steps=2"]) == 0, length
-        lines = (trained.folder / run / "metrics.jsonl").read_text().splitlines()
+        assert pretrain_gpt.main([f"run_dir={trained / run}", "train.steps=2"]) == 0, length
+        lines = (trained / run / "metrics.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == [1, 2]
-    assert f"tokenizer: {trained.exported}\n" in (trained.folder / "imported" / "config.yaml").read_text()
+    assert f"tokenizer: {trained}/exported\n" in (trained / "imported" / "config.yaml").read_text()
 
 
 def test_a_damaged_newest_checkpoint_is_passed_over_and_left_as_it_is(
-    trained: Trained, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(trained.run, tmp_path / "run")
+    shutil.copytree(str(trained / "run"), tmp_path / "run")
     damaged = next((tmp_path / "run" / "checkpoints" / "step-00000006").glob("*.safetensors"))
     damaged.write_bytes(b"?" + damaged.read_bytes()[1:])
     before = tree(tmp_path / "run")
@@ -156,12 +141,12 @@ def test_a_damaged_newest_checkpoint_is_passed_over_and_left_as_it_is(
     assert tree(tmp_path / "run") == before
 
 
-def test_a_run_and_its_export_write_the_same_text(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_and_its_export_write_the_same_text(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ask = ["--prompt", "The river", "--max-new-tokens", "9", "--num-samples", "2", "seed=5"]
-    written = text(capsys, trained.run, *ask)
-    assert written == text(capsys, trained.exported, *ask)
+    written = text(capsys, str(trained / "run"), *ask)
+    assert written == text(capsys, str(trained / "exported"), *ask)
     assert written.count("The river") == 2
-    assert written != text(capsys, trained.run, *ask[:-1], "seed=6")
+    assert written != text(capsys, str(trained / "run"), *ask[:-1], "seed=6")
 
 
 def test_a_table_of_positions_is_used_as_far_as_it_was_trained(
@@ -178,10 +163,10 @@ def test_a_table_of_positions_is_used_as_far_as_it_was_trained(
 
 @pytest.mark.parametrize("step", [3, 6])
 def test_a_run_on_its_own_data_has_the_val_loss_of_its_metrics(
-    step: int, trained: Trained, capsys: pytest.CaptureFixture[str]
+    step: int, trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = evaluated_in_training(trained.run, step)
-    found = evaluation(capsys, trained.run, "--step", str(step))
+    said = evaluated_in_training(str(trained / "run"), step)
+    found = evaluation(capsys, str(trained / "run"), "--step", str(step))
     assert found["step"] == step
     assert found["loss"] == pytest.approx(said["val_loss"], rel=1e-6)
     assert found["bits_per_byte"] == pytest.approx(said["val_bits_per_byte"], rel=1e-6)
@@ -190,11 +175,11 @@ def test_a_run_on_its_own_data_has_the_val_loss_of_its_metrics(
 
 
 def test_experts_are_chosen_with_the_biases_that_the_run_has_learned(
-    trained: Trained, capsys: pytest.CaptureFixture[str]
+    trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     experts = {"num_experts": 4, "ffn_hidden_size": 16, "score": "sigmoid", "expert_bias_rate": 0.5}
-    train(trained.folder, "experts", *(f"model.moe.{name}={value}" for name, value in experts.items()))
-    run = str(trained.folder / "experts")
+    train(trained, "experts", *(f"model.moe.{name}={value}" for name, value in experts.items()))
+    run = str(trained / "experts")
     said, found = evaluated_in_training(run, 6), evaluation(capsys, run)
     assert found["loss"] == pytest.approx(said["val_loss"], rel=1e-6)
     assert text(capsys, run, "--prompt", "light", "--max-new-tokens", "3").startswith("light"), "no family has them"
@@ -212,23 +197,23 @@ def losses_by_transformers(folder: str, tokens: list[int], length: int) -> torch
     return torch.cat(losses).detach()
 
 
-def test_other_data_is_evaluated_whole_to_the_last_token(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_data_is_evaluated_whole_to_the_last_token(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import transformers
 
-    other = trained.folder / "other.txt"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(trained.exported)
+    other = trained / "other.txt"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(str(trained / "exported"))
     tokens = [*tokenizer(other.read_text())["input_ids"], tokenizer.eos_token_id]
     assert (len(tokens) - 1) % 32 != 0  # the last window is not full
-    losses = losses_by_transformers(trained.exported, tokens, 32)
-    words = ["data=text", f"data.path={other}", f"data.cache_dir={trained.folder / 'cache'}", "precision=fp64"]
-    for folder in (trained.run, trained.exported):
+    losses = losses_by_transformers(str(trained / "exported"), tokens, 32)
+    words = ["data=text", f"data.path={other}", f"data.cache_dir={trained / 'cache'}", "precision=fp64"]
+    for folder in (str(trained / "run"), str(trained / "exported")):
         found = evaluation(capsys, folder, *words, "--batch-size", "3")
         assert found["tokens"] == len(tokens) - 1
         assert found["loss"] == pytest.approx(float(losses.mean()), rel=1e-6)  # transformers has RMSNorm in fp32
         predicted = len(other.read_bytes()) - len(tokenizer.decode(tokens[0]).encode())
         assert found["bytes_per_token"] * found["tokens"] == pytest.approx(predicted, rel=1e-12)
         assert found["bits_per_byte"] == pytest.approx(float(losses.sum()) / math.log(2) / predicted, rel=1e-6)
-    front = evaluation(capsys, trained.exported, *words, "--max-tokens", "50")
+    front = evaluation(capsys, str(trained / "exported"), *words, "--max-tokens", "50")
     assert front["tokens"] == 50
     assert front["loss"] == pytest.approx(float(losses[:50].mean()), rel=1e-6)
     bits = float(losses[:50].sum()) / math.log(2)
@@ -236,16 +221,16 @@ def test_other_data_is_evaluated_whole_to_the_last_token(trained: Trained, capsy
 
 
 def test_token_files_are_evaluated_as_the_text_they_were_made_of(
-    trained: Trained, capsys: pytest.CaptureFixture[str]
+    trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, tokenizer in (("tokens", f"{trained.run}/tokenizer"), ("strange", "byte")):
-        words = ["data=text", f"data.path={trained.folder / 'other.txt'}", f"tokenizer={tokenizer}"]
-        assert prepare.main([*words, "--output", str(trained.folder / name)]) == 0
-    found = evaluation(capsys, trained.run, "data=tokens", f"data.path={trained.folder / 'tokens'}")
-    words = [f"data.path={trained.folder / 'other.txt'}", f"data.cache_dir={trained.folder / 'cache'}"]
-    expected = evaluation(capsys, trained.run, "data=text", *words)
+    for name, tokenizer in (("tokens", f"{trained}/run/tokenizer"), ("strange", "byte")):
+        words = ["data=text", f"data.path={trained / 'other.txt'}", f"tokenizer={tokenizer}"]
+        assert prepare.main([*words, "--output", str(trained / name)]) == 0
+    found = evaluation(capsys, str(trained / "run"), "data=tokens", f"data.path={trained / 'tokens'}")
+    words = [f"data.path={trained / 'other.txt'}", f"data.cache_dir={trained / 'cache'}"]
+    expected = evaluation(capsys, str(trained / "run"), "data=text", *words)
     assert {**found, "data": ""} == {**expected, "data": ""}
-    assert EVALUATE([trained.run, "data=tokens", f"data.path={trained.folder / 'strange'}"]) == 2
+    assert EVALUATE([str(trained / "run"), "data=tokens", f"data.path={trained / 'strange'}"]) == 2
     assert "another tokenizer than the one that made strange" in capsys.readouterr().err
 
 
@@ -296,14 +281,14 @@ def test_mistakes_are_refused_with_status_two_and_nothing_written(
     name: str,
     arguments: list[str],
     words: list[str],
-    trained: Trained,
+    trained: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for part in ("run", "exported", "cache"):
-        (tmp_path / part).symlink_to(trained.folder / part)
-    (tmp_path / "other.txt").symlink_to(trained.folder / "other.txt")
+        (tmp_path / part).symlink_to(trained / part)
+    (tmp_path / "other.txt").symlink_to(trained / "other.txt")
     monkeypatch.chdir(tmp_path)
     if arrange:
         arrange(tmp_path)

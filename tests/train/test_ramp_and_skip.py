@@ -92,22 +92,6 @@ def test_a_small_batch_that_one_rank_cannot_read_ends_all_with_its_message(text:
     assert outcomes == [str(UserError(UNREADABLE))] * 2
 
 
-def test_a_spike_is_passed_over_from_the_checkpoint_before_it(
-    text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As docs/training.md says: checkpoints behind it are moved away, and the same run continues."""
-    config = config_for(text, tmp_path / "run", steps=8)
-    assert start(config) == 0
-    before = losses(tmp_path / "run")
-    (tmp_path / "run" / "checkpoints" / "step-00000008").rename(tmp_path / "moved")
-    assert start(replace(config, train=replace(config.train, skip_steps=[6]))) == 0
-    assert "train.skip_steps is now [6]; the run was at []" in capsys.readouterr().out
-    after = losses(tmp_path / "run")
-    assert set(after) == set(before) - {6}
-    assert all(after[step] == before[step] for step in range(1, 6))
-    assert after[7] != before[7]
-
-
 @pytest.mark.parametrize(
     "layout",
     [

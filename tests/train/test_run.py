@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file
 
 import megalite.data.batches as batches_module
@@ -170,23 +169,6 @@ def test_dropping_one_piece_of_state_is_noticed(
 
     monkeypatch.setattr(setting_up, "training_pieces", incomplete)
     assert resume_differs(text, tmp_path, monkeypatch)
-
-
-def test_the_same_seed_gives_the_same_run_and_another_seed_another(text: Path, tmp_path: Path) -> None:
-    first, second = config_for(text, tmp_path / "first"), config_for(text, tmp_path / "second")
-    other = replace(config_for(text, tmp_path / "other"), seed=99)
-    for config in (first, second, other):
-        assert start(config) == 0
-    assert losses(tmp_path / "first") == losses(tmp_path / "second")
-    assert losses(tmp_path / "first") != losses(tmp_path / "other")
-
-
-def test_bf16_trains_with_fp32_masters(text: Path, tmp_path: Path) -> None:
-    config = replace(config_for(text, tmp_path / "run", steps=60), precision="bf16")
-    assert start(config) == 0
-    values = losses(tmp_path / "run")
-    assert values[60] < values[1] - 0.5
-    assert torch.get_default_dtype() == torch.float32
 
 
 def test_a_run_may_go_on_in_another_precision(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
