@@ -3,7 +3,8 @@
 A node is compared with the median of all: nobody knows how fast a machine should be, but its neighbours show it. All
 ranks of a node measure at the same time, as they will train. The worst rank counts for its node, and the better one of
 the links to two neighbours, since a slow link is the fault of either end. Ranks speak through the store where they have
-met, and through nothing else: torch, code, device and network between them are under test.
+met, and through nothing else: torch, code, device and network between them are under test. At each step rank 0 says who
+is there; what hangs or is silent is an error of its node, and the others go on.
 """
 
 import json
@@ -36,10 +37,9 @@ from megalite.launch.rendezvous import RankInfo, gpu_id, listed, rendezvous
 from megalite.launch.startup import code_fingerprint
 from megalite.layout.ranks import ParallelLayout
 
-PRODUCTS, INSIDE, ACROSS, CLOCK = "matmul, TFLOP/s", "inside, GB/s", "across, GB/s", "clock, s"
-ERROR, LINK = "error", "link to "
+INSIDE, ACROSS, CLOCK, ERROR, LINK = "inside, GB/s", "across, GB/s", "clock, s", "error", "link to "
 LEAST = {  # share of the median below which a node is slow; disks are shared and uneven
-    PRODUCTS: 0.8,
+    "matmul, TFLOP/s": 0.8,
     "memory, GB/s": 0.8,
     "disk, MB/s": 0.3,
     INSIDE: 0.5,
@@ -78,24 +78,32 @@ def look_at_nodes(context: ParallelContext, run_dir: Path) -> list[str]:
 def preflight(context: ParallelContext, folder: Path) -> dict[str, Measures]:
     """The measures of every node, by its name, on rank 0; nothing elsewhere. All ranks call it.
 
-    `folder` is that of checkpoints; where it is missing its parent counts. Raises UserError where a rank dies or stops.
+    `folder` is that of checkpoints; where it is missing its parent counts. Raises UserError where a rank does not even
+    say on which node it is.
     """
     here = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    places = _exchange(context, "places", [here, context.device.type, gpu_id(context.device)])
+    roll = _Roll(context)
+    places = roll.call("places", [here, context.device.type, gpu_id(context.device)])
+    if absent := [rank for rank in range(context.world_size) if rank not in places]:
+        rule = f"no answer within {WAIT_S:.0f} s from rank {listed(absent)}"
+        raise UserError(Problem("preflight", context.world_size, rule, "look at their logs and nodes"))
     nodes: dict[str, list[int]] = {}
-    for rank, (name, *_) in enumerate(places):
+    for rank, (name, *_) in places.items():
         nodes.setdefault(name, []).append(rank)
     own: dict[str, Any] = {}
     writes = nodes[here][0] == context.rank
     _in_time(lambda: _measure(own, context.device, folder, writes=writes), HANG_S, own, ERROR)
-    sharers = [rank for rank, place in enumerate(places) if place == places[context.rank] and place[2]]
+    sharers = [rank for rank, place in places.items() if place == places[context.rank] and place[2]]
     if len(sharers) > 1:
         own[ERROR] = f"ranks {listed(sharers)} share one GPU"
-    if len({device for _, device, _ in places}) == 1:  # else NCCL would wait for gloo
-        _measure_links(own, context, here, nodes)
+    roll.call("measured")
+    if len({device for _, device, _ in places.values()}) == 1:  # else NCCL would wait for gloo
+        _measure_links(own, roll, here, nodes)
     own[CLOCK] = time.time()
-    everyone = _exchange(context, "measures", own, to_first=True)
-    return {name: _of_node([everyone[rank] for rank in ranks]) for name, ranks in nodes.items() if everyone}
+    everyone = roll.call("measures", own, to_first=True)
+    silent = {ERROR: f"no answer within {WAIT_S:.0f} s"}
+    found = {name: _of_node([everyone.get(rank, silent) for rank in ranks]) for name, ranks in nodes.items()}
+    return {} if context.rank else found
 
 
 def judge(nodes: Mapping[str, Measures]) -> tuple[dict[str, list[str]], list[str]]:
@@ -112,9 +120,9 @@ def judge(nodes: Mapping[str, Measures]) -> tuple[dict[str, list[str]], list[str
         elif certain:  # a dead link is the fault of the end that has no other
             wrong = {node: it for node, it in values.items() if node in lost or name.removeprefix(LINK) not in lost}
         elif name == CLOCK:
-            usual = statistics.median(values.values())
-            values = {node: f"{it - usual:+.1f}" for node, it in values.items()}
-            wrong = {node: it for node, it in values.items() if abs(float(it)) > FARTHEST_S}
+            usual, first = statistics.median(values.values()), next(iter(values.values()))
+            wrong = {node: f"{it - usual:+.1f}" for node, it in values.items() if abs(it - usual) > FARTHEST_S}
+            values = {node: f"{it - first:+.1f}" for node, it in values.items()}
         else:
             [(most, _)] = Counter(values.values()).most_common(1)
             wrong = {node: it for node, it in values.items() if it != most}
@@ -130,11 +138,14 @@ def judge(nodes: Mapping[str, Measures]) -> tuple[dict[str, list[str]], list[str
 def best(nodes: Mapping[str, Measures], keep: int) -> list[str]:
     """The nodes that shall train, in their order: those with the fewest faults, the fastest first."""
     faults, _ = judge(nodes)
-    chosen = sorted(
-        nodes,
-        key=lambda node: (ERROR in nodes[node], len(faults.get(node, [])), -nodes[node].get(PRODUCTS, 0.0)),
-    )
-    return [node for node in nodes if node in chosen[:keep]]
+    medians = {name: statistics.median(each.get(name, 0.0) for each in nodes.values()) for name in LEAST}
+
+    def rank_of(node: str) -> tuple[bool, int, float]:
+        shares = [nodes[node].get(name, 0.0) / usual for name, usual in medians.items() if usual]
+        return ERROR in nodes[node], len(faults.get(node, [])), -min(shares, default=0.0)
+
+    chosen = sorted(nodes, key=rank_of)[:keep]
+    return [node for node in nodes if node in chosen]
 
 
 def table(nodes: Mapping[str, Measures]) -> list[str]:
@@ -147,27 +158,30 @@ def table(nodes: Mapping[str, Measures]) -> list[str]:
     return lines + [f"{node}: {fault}" for node, found in faults.items() for fault in found] + differences
 
 
-def _exchange(context: ParallelContext, step: str, value: Any = None, *, to_first: bool = False) -> list[Any]:
-    """The values of all ranks. `to_first`: none on other ranks than 0, which may end then."""
-    if context.store is None:
-        return [value]
-    store = PrefixStore(f"preflight/{step}", context.store)
-    store.set(str(context.rank), json.dumps(value))
-    if context.rank == 0:
-        keys = [str(rank) for rank in range(context.world_size)]
-        with suppress(RuntimeError):
-            store.wait(keys, timedelta(seconds=WAIT_S))
-        store.set("all", json.dumps([[json.loads(store.get(key))] if store.check([key]) else [] for key in keys]))
-    elif to_first:
-        return []
-    store.wait(["all"], timedelta(seconds=2 * WAIT_S))  # rank 0 may come late, and then waits for others
-    came = json.loads(store.get("all"))
-    if absent := [rank for rank, entry in enumerate(came) if not entry]:
-        if context.rank == 0:
-            time.sleep(1.0)  # the store may live in this process: it stays until the others have read
-        rule = f"no answer within {WAIT_S:.0f} s from rank {listed(absent)}"
-        raise UserError(Problem("preflight", context.world_size, rule, "look at their logs and nodes"))
-    return [entry for [entry] in came]
+class _Roll:
+    """The ranks that still answer, as rank 0 sees them: a silent one is waited for once."""
+
+    def __init__(self, context: ParallelContext) -> None:
+        self.context, self.there = context, [*range(context.world_size)]
+
+    def call(self, step: str, value: Any = None, *, to_first: bool = False) -> dict[int, Any]:
+        """The values of the ranks that come in time, by rank. `to_first`: rank 0, which may end then, alone waits."""
+        if self.context.store is None:
+            return {0: value}
+        store = PrefixStore(f"preflight/{step}", self.context.store)
+        store.set(str(self.context.rank), json.dumps(value))
+        if self.context.rank == 0:
+            keys = [str(rank) for rank in self.there]
+            with suppress(RuntimeError):
+                store.wait(keys, timedelta(seconds=WAIT_S))
+            came = [key for key in keys if store.check([key])]
+            store.set("all", json.dumps([[int(key), json.loads(store.get(key))] for key in came]))
+        elif to_first:
+            return {}
+        store.wait(["all"], timedelta(seconds=2 * WAIT_S))  # rank 0 may come late, and then wait for others
+        values = dict(json.loads(store.get("all")))
+        self.there = [*values]
+        return values
 
 
 def _measure(own: dict[str, Any], device: torch.device, folder: Path, *, writes: bool) -> None:
@@ -177,7 +191,7 @@ def _measure(own: dict[str, Any], device: torch.device, folder: Path, *, writes:
     own["device"] = torch.cuda.get_device_name(device) if cuda else device.type
     size, dtype = (8192, torch.bfloat16) if cuda else (768, torch.float32)
     left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-    own[PRODUCTS] = 2 * size**3 / seconds(lambda: left @ right, device, MEASURE_S) / 1e12
+    own["matmul, TFLOP/s"] = 2 * size**3 / seconds(lambda: left @ right, device, MEASURE_S) / 1e12
     source = torch.ones((1 << 30) if cuda else (64 << 20), device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
     own["memory, GB/s"] = 2 * source.numel() / seconds(lambda: target.copy_(source), device, MEASURE_S) / 1e9
@@ -207,26 +221,30 @@ def _write(folder: Path, content: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _measure_links(own: dict[str, Any], context: ParallelContext, here: str, nodes: Mapping[str, list[int]]) -> None:
+def _measure_links(own: dict[str, Any], roll: _Roll, here: str, nodes: Mapping[str, Sequence[int]]) -> None:
     """Measure an all-reduce among the ranks of this node, and with the nodes beside it, 0 where it fails."""
     names = [*nodes]
     ring = [*zip(names, names[1:] + names[:1], strict=True)][: len(names) if len(names) > 2 else len(names) - 1]
     even = len(ring) // 2 * 2  # no node measures two links at a time
     for number, links in enumerate([[(name, name) for name in names], ring[0:even:2], ring[1:even:2], ring[even:]]):
-        _exchange(context, f"links {number}")
         for one, other in links:
             ranks = nodes[one] if one == other else [nodes[one][0], nodes[other][0]]
-            if context.rank in ranks and len(ranks) > 1:
+            if roll.context.rank in ranks and len(ranks) > 1 and {*ranks} <= {*roll.there}:
                 figure, name = (INSIDE if one == other else ACROSS), f"{LINK}{other if one == here else one}"
-                speed = _in_time(partial(_all_reduce, context, (one, other), ranks), LINK_S, own, name) or 0.0
+                speed = _in_time(partial(_all_reduce, roll.context, (one, other), ranks), LINK_S, own, name) or 0.0
                 own[figure] = max(own.get(figure, 0.0), speed)
+        roll.call(f"links {number}")
 
 
 def _all_reduce(context: ParallelContext, ends: tuple[str, str], ranks: Sequence[int]) -> float:
     """GB/s of a group that its members alone make, outside of torch's world."""
     clone = context.store.clone()  # type: ignore[union-attr]  # a connection that may hang
-    store, rank = PrefixStore(f"preflight/{ends}", clone), ranks.index(context.rank)
-    if cuda := context.device.type == "cuda":
+    store, rank, cuda = (
+        PrefixStore(f"preflight/{ends}", clone),
+        ranks.index(context.rank),
+        context.device.type == "cuda",
+    )
+    if cuda:
         torch.cuda.set_device(context.device)  # of this thread
         nccl: Any = torch.distributed.ProcessGroupNCCL
         group = nccl(store, rank, len(ranks), nccl.Options())
