@@ -79,11 +79,12 @@ def generate(options: Namespace, overrides: list[str]) -> Shown:
     option("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder"),
     option("out", type=Path, metavar="OUT", help="the folder to write, new or empty"),
     STEP,
+    option("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)"),
 )
 def export(options: Namespace, overrides: list[str]) -> Shown:
     """A run as a folder that transformers loads: weights, tokenizer, model card.
 
-    python -m megalite export runs/mine exported precision=bf16 --step 1000
+    python -m megalite export runs/mine exported precision=bf16 --step 1000 --max-shard-size 2GB
 
     The precision is that of the run unless precision=NAME says otherwise. OUT is there whole or not at all.
     """
@@ -93,7 +94,7 @@ def export(options: Namespace, overrides: list[str]) -> Shown:
 
     require_new(options.out)  # before gigabytes are verified
     model = open_model(options.run_dir, options.step)
-    step = export_checkpoint(model, options.out, precision)
+    step = export_checkpoint(model, options.out, precision, options.max_shard_size)
     without = "" if model.tokenizer else ", without a tokenizer: the run does not know the one that made its tokens"
     return Shown([f"{options.out}: {model.config.model.name} after step {step}{without}"])
 

@@ -33,11 +33,13 @@ from megalite.launch.device import DTYPES
 from megalite.model.flops import active_parameters, parameter_count
 from megalite.train.history import read_metrics
 
-MAX_FILE = "5GB"  # transformers' own
+MAX_SHARD_SIZE = "5GB"  # of one file; transformers' own
 CARD = Path(__file__).with_name("model_card.md")
 
 
-def export_checkpoint(model: SavedModel, folder: Path, precision: str = "auto") -> int:
+def export_checkpoint(
+    model: SavedModel, folder: Path, precision: str = "auto", max_shard_size: str = MAX_SHARD_SIZE
+) -> int:
     """Write `folder` from an opened checkpoint of a run, with its tokenizer and a model card: the step of the
     checkpoint. Exported are the masters, rounded to `precision` (auto: that of the run): to the bit the parameters that
     it computes with."""
@@ -51,7 +53,7 @@ def export_checkpoint(model: SavedModel, folder: Path, precision: str = "auto") 
     dtype = DTYPES[model.config.precision if precision == "auto" else precision]
     end = tokenizer.end_of_document if tokenizer else None
     others = {"README.md": model_card(model, metrics), **(tokenizer.files(length) if tokenizer else {})}
-    export_model(model.values(), model.config.model, folder, dtype, length, end, others)
+    export_model(model.values(), model.config.model, folder, dtype, length, end, others, max_shard_size)
     return step
 
 
@@ -63,6 +65,7 @@ def export_model(
     context_length: int,
     end_of_document: int | None = None,
     others: Mapping[str, bytes] | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
     """Write `folder` (new or empty): the model and, by name, `others`. The inverse of `import_model`.
 
@@ -75,7 +78,10 @@ def export_model(
     by_parameter = sources(family, config)
     shapes = {name: shape for source in by_parameter.values() for name, shape in source.tensors.items()}
     empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-    plan = split_torch_state_dict_into_shards(empty, max_shard_size=MAX_FILE)
+    try:
+        plan = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_size)
+    except (ValueError, OverflowError) as error:
+        raise UserError(Problem("max shard size", max_shard_size, str(error), "5GB or 500MB, for example")) from error
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_document)  # absent: the family's first model's
     described = _described(config, family, context_length) | ends | {"dtype": str(dtype).removeprefix("torch.")}
     texts: dict[str, Any] = {"config.json": described, "generation_config.json": ends}

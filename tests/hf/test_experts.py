@@ -15,7 +15,6 @@ from megalite.config.compose import load_config
 from megalite.config.model_folder import settings_of
 from megalite.config.schema import ModelConfig, MoEConfig
 from megalite.errors.problems import UserError
-from megalite.hf import export
 from megalite.hf.export import export_model, family_of
 from megalite.hf.families import FAMILIES
 from megalite.hf.families.family import differences
@@ -78,7 +77,7 @@ def test_the_weight_of_one_expert_is_its_probability() -> None:
     assert FAMILIES["mixtral"].other_settings(ours) == {"moe.pre_softmax": False}
 
 
-def test_an_export_holds_one_tensor_of_all_experts_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_holds_one_tensor_of_all_experts_at_a_time(tmp_path: Path) -> None:
     config = small("mixtral")
     alive: list[weakref.ref[Any]] = []
 
@@ -92,8 +91,7 @@ def test_an_export_holds_one_tensor_of_all_experts_at_a_time(tmp_path: Path, mon
             yield record.name, value
             del value
 
-    monkeypatch.setattr(export, "MAX_FILE", "2KB")
-    export_model(values(), config, tmp_path / "ours", torch.bfloat16, context_length=32)
+    export_model(values(), config, tmp_path / "ours", torch.bfloat16, context_length=32, max_shard_size="2KB")
     assert len(alive) == len(gpt_parameters(config))
 
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from megalite.config.model_folder import imported_model_settings
 from megalite.config.schema import ModelConfig, MoEConfig
 from megalite.errors.problems import UserError
-from megalite.hf import export as export_file
 from megalite.hf.export import export_model, family_of
 from megalite.hf.import_model import import_model
 from megalite.model.init import start_values
@@ -23,8 +22,9 @@ from megalite.model.parameters import gpt_parameters
 from tests.hf.peers import PEERS, batch_of, largest_error, matching_config, of_random_weights, save_peer, small
 
 
-def export(config: ModelConfig, folder: Path) -> Path:
-    export_model(start_values(gpt_parameters(config), seed=3), config, folder, torch.float32, context_length=32)
+def export(config: ModelConfig, folder: Path, **options: Any) -> Path:
+    values = start_values(gpt_parameters(config), seed=3)
+    export_model(values, config, folder, torch.float32, context_length=32, **options)
     return folder
 
 
@@ -32,9 +32,9 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
-def refusal(config: ModelConfig, folder: Path) -> str:
+def refusal(config: ModelConfig, folder: Path, **options: Any) -> str:
     with pytest.raises(UserError) as refused:
-        export(config, folder)
+        export(config, folder, **options)
     return str(refused.value)
 
 
@@ -92,11 +92,10 @@ def test_transformers_computes_the_logits_that_we_do(family: str, changes: dict[
     assert largest_error(model.logits(batch_of(tokens)), peer.eval()(input_ids=tokens[:, :-1]).logits, bound) <= 1
 
 
-def test_a_model_in_several_files_is_the_same_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_in_several_files_is_the_same_model(tmp_path: Path) -> None:
     config = small("llama")
     whole = tensors_of(export(config, tmp_path / "one"))
-    monkeypatch.setattr(export_file, "MAX_FILE", "20KB")
-    parts = export(config, tmp_path / "parts")
+    parts = export(config, tmp_path / "parts", max_shard_size="20KB")
     names = sorted(path.name for path in parts.glob("*.safetensors"))
     assert len(names) > 2
     for name in names:
@@ -143,7 +142,7 @@ def test_settings_that_no_family_expresses_are_refused_by_name(
     assert not list(tmp_path.iterdir())
 
 
-def test_what_fails_on_the_way_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fails_on_the_way_leaves_no_folder(tmp_path: Path) -> None:
     config = small("llama")
     values = dict(start_values(gpt_parameters(config), seed=3))
 
@@ -153,9 +152,8 @@ def test_what_fails_on_the_way_leaves_no_folder(tmp_path: Path, monkeypatch: pyt
         assert not (tmp_path / "ours").exists()
         raise RuntimeError("the source broke off")
 
-    monkeypatch.setattr(export_file, "MAX_FILE", "9KB")
     with pytest.raises(RuntimeError, match="broke off"):
-        export_model(broken(), config, tmp_path / "ours", torch.float32, context_length=32)
+        export_model(broken(), config, tmp_path / "ours", torch.float32, context_length=32, max_shard_size="9KB")
     values["blocks.1.mlp.down.weight"][3, 4] = 1e30
     with pytest.raises(UserError, match=r"blocks\.1\.mlp\.down\.weight: holds numbers that are not finite"):
         export_model(values.items(), config, tmp_path / "ours", torch.float16, context_length=32)
@@ -176,3 +174,4 @@ def test_a_folder_with_something_in_it_is_refused_and_kept(tmp_path: Path) -> No
         assert "it exists already" in refusal(config, tmp_path / name)
     assert os.listdir(tmp_path / "full") == ["notes"]
     assert "cannot be written" in refusal(config, tmp_path / "file" / "below")
+    assert "5GB or 500MB" in refusal(config, tmp_path / "another", max_shard_size="5 GBs")
