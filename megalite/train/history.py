@@ -112,8 +112,12 @@ read_metrics, read_events = partial(_read, _is_metrics), partial(_read, _is_even
 
 def seals(folder: Path) -> dict[str, Record]:
     """Bytes and hash of the files of the record in a run's folder, by name: a checkpoint keeps them."""
-    contents = {name: (folder / name).read_bytes() for name in (METRICS, EVENTS) if (folder / name).exists()}
-    return {name: {"bytes": len(it), "hash": xxhash.xxh3_128_hexdigest(it)} for name, it in contents.items()}
+    found: dict[str, Record] = {}
+    for name in (METRICS, EVENTS):
+        with suppress(OSError):  # no record is worth the run
+            content = (folder / name).read_bytes()
+            found[name] = {"bytes": len(content), "hash": xxhash.xxh3_128_hexdigest(content)}
+    return found
 
 
 def changes(folder: Path, sealed: Mapping[str, Any], step: int) -> list[str]:

@@ -10,7 +10,7 @@ import pytest
 
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
-from megalite.train.history import RunLog, open_record, read_events, read_metrics
+from megalite.train.history import RunLog, open_record, read_events, read_metrics, seals
 from megalite.train.saving import Progress
 
 
@@ -74,6 +74,12 @@ def test_a_line_that_is_no_record_is_named_and_left_out(damage: str, tmp_path: P
     if not is_event:  # a resume cuts it
         open_record(path, notes.append, last_step=3).close()
         assert read_metrics(path, pytest.fail) == whole
+
+
+def test_a_record_that_cannot_be_read_costs_a_checkpoint_its_seal_and_no_run(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    (tmp_path / "events.jsonl").write_text("")
+    assert seals(tmp_path).keys() == {"events.jsonl"}
 
 
 def test_what_a_killed_run_had_begun_stays_a_line_of_its_own_and_a_folder_is_refused(tmp_path: Path) -> None:
