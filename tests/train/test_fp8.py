@@ -4,7 +4,11 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from tests.train.runs import finish, launch, metrics
+
+RECIPES = ("tensorwise", "rowwise")
 
 
 def losses(folder: Path, run: str, steps: int, batch: int, *settings: str) -> list[float]:
@@ -34,14 +38,24 @@ def farthest(found: Sequence[float], wanted: Sequence[float], width: int) -> flo
     return max(abs(sum(found[at : at + width]) / sum(wanted[at : at + width]) - 1) for at in starts)
 
 
-def test_the_first_steps_are_those_of_bf16_and_fp32(tmp_path: Path) -> None:
-    """Few tokens, for CPUs without bf16 instructions."""
-    plain = {name: losses(tmp_path, name, 60, 4, f"precision={name}") for name in ("fp32", "bf16")}
+def compare(folder: Path, steps: int, batch: int, width: int, bound: float) -> None:
+    plain = {name: losses(folder, name, steps, batch, f"precision={name}") for name in ("fp32", "bf16")}
     assert plain["fp32"][-1] < 0.7 * plain["fp32"][0]
-    for recipe in ("tensorwise", "rowwise"):
-        found = losses(tmp_path, recipe, 60, 4, "precision=bf16", f"train.fp8={recipe}")
+    for recipe in RECIPES:
+        found = losses(folder, recipe, steps, batch, "precision=bf16", f"train.fp8={recipe}")
         assert found != plain["bf16"]
-        assert max(farthest(found, wanted, 20) for wanted in plain.values()) < 0.001
+        far = {name: farthest(found, wanted, width) for name, wanted in plain.items()}
+        print(recipe, far, found[-1])
+        assert max(far.values()) < bound, (recipe, far)
+
+
+def test_the_first_steps_are_those_of_bf16_and_fp32(tmp_path: Path) -> None:
+    compare(tmp_path, steps=60, batch=4, width=20, bound=0.001)  # few tokens, for CPUs without bf16 instructions
+
+
+@pytest.mark.long
+def test_the_losses_of_500_steps_are_those_of_bf16_and_fp32(tmp_path: Path) -> None:
+    compare(tmp_path, steps=500, batch=16, width=50, bound=0.005)
 
 
 def test_a_run_goes_on_with_fp8_and_says_so(tmp_path: Path) -> None:
