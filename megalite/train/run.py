@@ -164,7 +164,7 @@ def train_to_the_end(job: Job, saver: Saver, status_file: StatusFile, watchdog: 
         is_known = isinstance(error, TrainingStoppedError)  # to all ranks, and its message says all
         if is_known:
             saver.close()
-        if job.folder.lost() is None:  # else it is another job's
+        if not (is_known and job.folder.lost()):  # else it is another job's
             message = str(error) if is_known or isinstance(error, UserError) else f"{type(error).__name__}: {error}"
             status = 2 if isinstance(error, UserError) else 1
             job.log.event("failed", job.progress.step, status=status, message=message)
@@ -172,6 +172,7 @@ def train_to_the_end(job: Job, saver: Saver, status_file: StatusFile, watchdog: 
             raise
         words.append(f"stopped: {error}")
     else:
+        watchdog.stop()  # views may take their time, and other ranks have ended
         words += end_of(job, saver, status_file)
     finally:
         watchdog.stop()
