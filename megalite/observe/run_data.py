@@ -4,7 +4,7 @@ A record is a line of metrics.jsonl or an event, which has a `kind` (train/histo
 """
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf, isfinite, nan
@@ -31,32 +31,30 @@ class Series:
 
     def __init__(self) -> None:
         self.first, self.total = nan, 0.0  # first value that is finite, and the sum of all
-        self._sums: list[tuple[float, ...]] = []  # points: number, sums of steps and values; least, greatest
+        self._points: list[tuple[float, ...]] = []  # number of values; sums of steps and values; least, greatest
         self._width = 1  # values of a point; the last may have fewer
 
     def add(self, step: float, value: float) -> None:
         if not isfinite(value):
             return
-        self.first, self.total = self.first if self._sums else value, self.total + value
-        self._sums.append((1, step, value, value, value))
-        if self._sums[:-1] and self._sums[-2][0] < self._width:
-            self._sums[-2:] = [_together(*self._sums[-2:])]
-        if len(self._sums) > MOST_POINTS:
-            pairs = range(0, len(self._sums), 2)
-            self._sums, self._width = [_together(*self._sums[at : at + 2]) for at in pairs], 2 * self._width
+        self.first, self.total = self.first if self._points else value, self.total + value
+        self._points.append((1, step, value, value, value))
+        if len(self._points) > 1 and self._points[-2][0] < self._width:
+            self._points[-2:] = [_together(self._points[-2:])]
+        if len(self._points) > MOST_POINTS:
+            pairs = range(0, len(self._points), 2)
+            self._points, self._width = [_together(self._points[at : at + 2]) for at in pairs], 2 * self._width
 
     def points(self) -> list[list[float]]:
         """Step, mean, least and greatest of the finite values, each for neighbouring steps where there are many. So no
         peak is lost."""
-        return [[steps / count, values / count, least, most] for count, steps, values, least, most in self._sums]
+        return [[steps / count, values / count, least, most] for count, steps, values, least, most in self._points]
 
 
-def _together(first: tuple[float, ...], *more: tuple[float, ...]) -> tuple[float, ...]:
-    """One point of a series in the place of one or two."""
-    for other in more:
-        sums = (a + b for a, b in zip(first[:3], other[:3], strict=True))
-        first = (*sums, min(first[3], other[3]), max(first[4], other[4]))
-    return first
+def _together(points: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """One point of a series in the place of these."""
+    count, steps, values, least, most = zip(*points, strict=True)
+    return sum(count), sum(steps), sum(values), min(least), max(most)
 
 
 @dataclass

@@ -31,13 +31,13 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from math import isinf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO, get_args
+from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args
 
 import xxhash
 
@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     from megalite.train.setup import Job
 
 Record = dict[str, Any]
+# Shows a run on rank 0 (terminal, report, trackers): called with each record once it is in its file. The last record of
+# a run is an event of a kind in ENDS, with the exit status; a run that another job has taken over has none.
+View = Callable[[Record], object]
 Note = Callable[[str], object]  # prints a line for the user
 StepPart = Literal["data", "forward", "backward", "exchange", "communication", "optimizer", "other"]  # of a step's time
 STEP_PARTS: tuple[StepPart, ...] = get_args(StepPart)
@@ -170,19 +173,6 @@ def open_record(path: Path, note: Note = print, *, last_step: int | None = None)
         raise UserError(Problem("run_dir", str(path), rule, of_system(error, IN_THE_WAY))) from error
 
 
-class View(Protocol):
-    """Shows a run on rank 0: the terminal, the report, trackers."""
-
-    name: str  # by which an error of the view is reported, once until it works again
-
-    def add(self, record: Record) -> None:
-        """The record is in its file. The last one of a run is an event of a kind in ENDS, with the exit status; a run
-        that another job has taken over has none."""
-
-    def close(self) -> None:
-        """No more records will come. May be repeated."""
-
-
 class RunLog:
     """The record of a run on one rank. What cannot be written (a full disk) is reported once, until it can be written
     again; it never ends the run."""
@@ -193,10 +183,10 @@ class RunLog:
         self._early: list[str] = []  # notes until the run folder is known
         self._log: TextIO | None = None
         self._files: dict[str, TextIO] = {}  # by name; empty on other ranks
-        self._views: Sequence[View] = ()
+        self._views: Mapping[str, View] = {}
         self._failing: set[str] = set()  # names of files and views that do not work now
 
-    def open(self, job: "Job", open_views: Callable[["Job", Note], Sequence[View]]) -> None:
+    def open(self, job: "Job", open_views: Callable[["Job", Note], Mapping[str, View]]) -> None:
         """Continue the record in the run's folder. UserError where that cannot be."""
         folder, context, step = job.folder.path, job.context, job.progress.step
         self._log = open_record(folder / "logs" / f"rank-{context.rank:05d}.log")
@@ -232,8 +222,8 @@ class RunLog:
     def add(self, record: Record) -> None:
         """Keep a record and show it."""
         self.append(EVENTS if "kind" in record else METRICS, record)
-        for view in self._views:
-            self._attempt(view.name, partial(view.add, record))
+        for name, view in self._views.items():
+            self._attempt(name, partial(view, record))
 
     def append(self, name: str, record: Record) -> None:
         """Hand a line of the file `name` to the operating system at once: killing the process does not lose it."""
@@ -242,8 +232,6 @@ class RunLog:
 
     def close(self) -> None:
         """No more records will come. May be called without `open`."""
-        for view in self._views:
-            self._attempt(view.name, view.close)
         for file in self._files.values():
             with suppress(OSError):  # what a full disk did not take was reported when it was written
                 file.close()

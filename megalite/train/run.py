@@ -7,7 +7,7 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,7 +77,7 @@ class Companions(NamedTuple):
     read_weights: ReadWeights  # reads the folder of checkpoint.init_from
     look_at_nodes: Callable[[ParallelContext, Path], Sequence[str]]  # for launch.preflight; lines, on rank 0
     say: Note  # prints a line for the user, on rank 0
-    open_views: Callable[[Job, Note], Sequence[View]]  # on rank 0
+    open_views: Callable[[Job, Note], Mapping[str, View]]  # by name, on rank 0
     about: Callable[[Job], dict[str, Any]]  # fields of the event of a start, on rank 0
 
 

@@ -13,7 +13,7 @@ import xxhash
 
 import pretrain_gpt
 from megalite.config.durable_files import OWN
-from megalite.observe.report.write import write_report
+from megalite.observe.report.page import write_report
 from megalite.train.history import read_events
 from tests.bad_input.launching import SMALL, TOKENS, copy_of_run, refused, tree, write_corpus
 

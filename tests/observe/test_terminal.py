@@ -167,7 +167,6 @@ def test_every_line_is_flushed_and_a_closed_pipe_ends_no_run() -> None:
     os.close(reader)
     for step in range(1, 50):
         terminal.add(line(step=step))
-    terminal.close()
     stream.close()  # nothing is left to flush
     ascii_only = io.TextIOWrapper(raw := io.BytesIO(), encoding="ascii")
     finish(Terminal(ascii_only), a_run())
