@@ -142,8 +142,8 @@ def open_wandb(config: Config, folder: Path, mode: str | None, note: Note) -> Tr
 
     log, samples = config.log, list[list[Any]]()  # rows of the table of the newest step
     name = log.wandb_name or os.environ.get("WANDB_NAME") or config.run_name
-    names = {"project": log.wandb_project, "entity": log.wandb_entity, "name": name, "id": id_of_run(folder)}
-    init, run = partial(wandb.init, **names, resume="allow", dir=folder, config=as_plain(config)), None
+    place: dict[str, Any] = {"project": log.wandb_project, "entity": log.wandb_entity, "dir": folder, "name": name}
+    init, run = partial(wandb.init, **place, id=id_of_run(folder), resume="allow", config=as_plain(config)), None
     if mode != "offline":
         try:
             wandb.setup(wandb.Settings(mode="online"))

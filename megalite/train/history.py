@@ -41,13 +41,13 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args
 
 import xxhash
 
-from megalite.config.durable_files import open_to_append, write_atomically
-from megalite.config.user_files import fits, read_bytes
+from megalite.config.durable_files import STATUS, open_to_append, write_atomically
+from megalite.config.user_files import absolute, fits, read_bytes
 from megalite.errors.problems import Problem, UserError, printable
 from megalite.errors.remedies import of_system
 
 if TYPE_CHECKING:
-    from megalite.train.setup import Job
+    from megalite.train.run import Job
 
 Record = dict[str, Any]
 # Shows a run on rank 0 (terminal, report, trackers): called with each record once it is in its file. The last record of
@@ -79,6 +79,7 @@ TYPES: dict[str, Any] = {  # of values, by name; all others of a line of metrics
     "about": list[list[str]],
     "layout": dict[str, Any],
 }
+JOB_BEGAN = "MEGALITE_JOB_BEGAN"  # a variable: seconds since the epoch
 LATEST = 1e11  # seconds since 1970: later times have no date
 IN_THE_WAY = "move it away (the checkpoints are not touched by that), or set another run_dir"
 
@@ -144,11 +145,8 @@ def changes(folder: Path, sealed: Mapping[str, Any], step: int) -> list[str]:
     for name, seal in sealed.items():
         content = read_bytes(folder / name, IN_THE_WAY)[: seal["bytes"]] if (folder / name).exists() else b""
         if xxhash.xxh3_128_hexdigest(content) != seal["hash"]:
-            lost = seal["bytes"] - len(content)
-            words.append(
-                f"{name} {f'has lost {lost:,} bytes' if lost else 'was changed'} after it was written, before the end "
-                f"of step {step:,}: its metrics may be wrong, training is not affected. A copy can take its place"
-            )
+            when = f"after it was written, before the end of step {step:,}"
+            words.append(f"{name} was changed {when}: it may show wrong numbers, training is not affected")
     return words
 
 
@@ -197,9 +195,9 @@ class RunLog:
         if context.rank > 0:
             return
         changed = changes(folder, job.seals, step)
-        self._files[METRICS] = open_record(folder / METRICS, self.note, last_step=step)
-        for name in (EVENTS, *([PIPELINE] if job.config.train.record_pipeline else [])):
-            self._files[name] = open_record(folder / name)
+        self._files = {METRICS: open_record(folder / METRICS, self.note, last_step=step)}
+        names = [EVENTS, *([PIPELINE] if job.config.train.record_pipeline else [])]
+        self._files |= {name: open_record(folder / name) for name in names}
         self._views = open_views(job, self.note)
         for message in changed:
             self.note(f"warning: {message}")
@@ -251,3 +249,38 @@ class RunLog:
                 self._failing.add(name)
                 reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
                 self.note(f"warning: {name} cannot be written for now: {reason}")
+
+
+class StatusFile:
+    """Tells the script that started this job what has become of it: a file of one JSON object, at launch.status_file.
+
+        {"state": "stopped", "step": 1200, "steps": 5000, "run_dir": "/scratch/run", "by": "SIGUSR1"}
+
+    `running`: training, or killed; `stopped`: saved, to be started again; `finished`: nothing remains; `failed`: look
+    at the log. `step` is the newest that is saved. A start that ends before it has built its model writes nothing.
+    For a batch script that exports JOB_BEGAN: steps that this start has `gained`, `start_up_s` from JOB_BEGAN on, and
+    `step_s`, the mean of these steps with saves and evaluations, null before the first save.
+    """
+
+    def __init__(self, path: str | None, run_dir: str, steps: int) -> None:
+        self._path, self._fixed = Path(absolute(path)) if path else None, {"steps": steps, "run_dir": run_dir}
+        self.state, self._first, self._step, self._trains_s = "", 0, 0, 0.0
+
+    def write(self, state: str, step: int | None = None, by: str | None = None) -> None:
+        """The state from now on, and the step if one was saved. UserError where the first one cannot be written."""
+        begins, self.state, self._step = not self.state, state, self._step if step is None else step
+        if begins:
+            self._first, self._trains_s = self._step, time.time()
+        if self._path is None:
+            return
+        status = {"state": state, "step": self._step, **self._fixed, **({"by": by} if by else {})}
+        if job_began := os.environ.get(JOB_BEGAN):
+            gained = self._step - self._first
+            status |= {"gained": gained, "start_up_s": round(self._trains_s - float(job_began), 1)}
+            status["step_s"] = round((time.time() - self._trains_s) / gained, 3) if gained else None
+        try:
+            write_atomically(self._path, (json.dumps(status) + "\n").encode(), STATUS)
+        except OSError as error:
+            if begins:  # later the script sees the old state, and the run is saved
+                self.state, remedy = "", "a file in a folder where you may write, on a disk with room"
+                raise UserError(Problem("launch.status_file", str(self._path), f"{error.strerror}", remedy)) from error

@@ -7,7 +7,6 @@ start makes up for the evaluation.
 """
 
 import gc
-import gzip
 import tempfile
 import threading
 import time
@@ -17,7 +16,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -37,8 +36,10 @@ from megalite.train.history import PIPELINE, StepPart
 from megalite.train.metrics import Meter
 from megalite.train.replicas import check_replicas
 from megalite.train.saving import Saver, TrainingStoppedError
-from megalite.train.setup import Job
 from megalite.train.step import PendingMetrics, TrainStep
+
+if TYPE_CHECKING:
+    from megalite.train.run import Job
 
 # An accelerator runs ahead of the host: its metrics are read one step late. A CPU's are there at once.
 LATENESS = {"cpu": 0, "cuda": 1}
@@ -54,7 +55,7 @@ class Launched(NamedTuple):
     metrics: PendingMetrics | None = None  # None: a step of train.skip_steps
 
 
-def train(job: Job, saver: Saver) -> None:
+def train(job: "Job", saver: Saver) -> None:
     """All remaining steps, or as many as pass until a stop is asked for; leaves the last state saved."""
     config, clock, launched = job.config, job.training.clock, deque[Launched]()
     train_step, meter = TrainStep(job.training, config.optimizer, job.context), Meter(config, job.context, job.measured)
@@ -99,7 +100,7 @@ def train(job: Job, saver: Saver) -> None:
     meter.compare_ranks(job.log, job.hosts, job.progress.step)
 
 
-def hooks_of(job: Job, saver: Saver) -> list[tuple[int, bool, Callable[[int], None]]]:
+def hooks_of(job: "Job", saver: Saver) -> list[tuple[int, bool, Callable[[int], None]]]:
     """The functions to call with the step after every so many steps (0: never), in their order, and whether they are
     called after the last step, too."""
     train, interval = job.config.train, job.evaluation_interval
@@ -111,7 +112,7 @@ def hooks_of(job: Job, saver: Saver) -> list[tuple[int, bool, Callable[[int], No
     ]
 
 
-def batches_of(job: Job) -> TrainBatches:
+def batches_of(job: "Job") -> TrainBatches:
     """This rank's batches of all remaining steps."""
     train, progress, device = job.config.train, job.progress, job.context.device
     steps = planned_steps(train, done=progress.step, samples=progress.samples)
@@ -119,13 +120,13 @@ def batches_of(job: Job) -> TrainBatches:
     return TrainBatches(job.data.train, job.config, steps, **data_share(job.config, job.context), device=device)
 
 
-def next_batch(job: Job, batches: TrainBatches) -> StepBatches | None:
+def next_batch(job: "Job", batches: TrainBatches) -> StepBatches | None:
     """The data of the next step, None after the last."""
     with job.training.clock.within("data"):
         return next(batches, None)
 
 
-def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatches | None) -> Launched:
+def launch(job: "Job", train_step: TrainStep, data: StepBatches, coming: StepBatches | None) -> Launched:
     """Hand a step to the device; `coming` is the data of the step after it."""
     if data.planned.skipped:
         job.training.clock.restart()  # a step that computes nothing takes no time
@@ -148,7 +149,7 @@ def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatch
     return Launched(data, lr, metrics)
 
 
-def account(job: Job, saver: Saver, meter: Meter, launched: Launched) -> None:
+def account(job: "Job", saver: Saver, meter: Meter, launched: Launched) -> None:
     """Read the metrics of a step, which waits for the device, and let them count for the run. UserError on all ranks
     where the input of one was refused."""
     (data, lr, pending), progress, train = launched, job.progress, job.config.train
@@ -183,7 +184,7 @@ def account(job: Job, saver: Saver, meter: Meter, launched: Launched) -> None:
         )
 
 
-def record_pipeline(job: Job, step: int, spans: Sequence[Span]) -> None:
+def record_pipeline(job: "Job", step: int, spans: Sequence[Span]) -> None:
     """Record when the ranks of the first pipeline did what, in the time of day: the one clock that hosts share."""
     place, since = job.context.coordinates, time.time() - time.perf_counter()
     first = all(place[axis] == 0 for axis in place if axis != "pp")
@@ -194,7 +195,7 @@ def record_pipeline(job: Job, step: int, spans: Sequence[Span]) -> None:
         job.log.append(PIPELINE, {**fields, "rank": number, "actions": everyone[rank]})
 
 
-def evaluate_model(job: Job, step: int) -> None:
+def evaluate_model(job: "Job", step: int) -> None:
     """The validation set after a step."""
     assert job.data.validation is not None, "else no evaluation is due"
     begin, share = time.perf_counter(), data_share(job.config, job.context)
@@ -209,7 +210,7 @@ def evaluate_model(job: Job, step: int) -> None:
     job.log.add(line | {"val_bits_per_byte": metrics.bits_per_byte, "eval_time_s": seconds})
 
 
-def sample_text(job: Job, step: int) -> None:
+def sample_text(job: "Job", step: int) -> None:
     """Text from the model after a step. All ranks call it; each model writes the same, so that ranks stay together when
     a stop ends it."""
     train, tokenizer = job.config.train, job.data.tokenizer
@@ -233,7 +234,7 @@ def sample_text(job: Job, step: int) -> None:
 
 
 @contextmanager
-def profiled_step(job: Job, step: int) -> Iterator[None]:
+def profiled_step(job: "Job", step: int) -> Iterator[None]:
     """Profile the step that happens inside, up to the reading of its metrics (train.profile_steps). Such a step waits
     for its device and takes longer than others.
 
@@ -262,8 +263,8 @@ def profiled_step(job: Job, step: int) -> Iterator[None]:
     try:
         path.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="megalite-") as folder:
-            record.export_chrome_trace(trace := f"{folder}/trace.json")
-            write_atomically(path.with_suffix(".trace.json.gz"), gzip.compress(Path(trace).read_bytes(), 5))
+            record.export_chrome_trace(trace := f"{folder}/trace.json.gz")
+            write_atomically(path.with_suffix(".trace.json.gz"), Path(trace).read_bytes())
         table = record.key_averages().table(sort_by=f"self_{'device' if cuda else 'cpu'}_time_total", row_limit=ROWS)
         write_atomically(path.with_suffix(".txt"), f"{table}\n".encode())
     except OSError as error:

@@ -29,7 +29,7 @@ from megalite.launch.environment import read_environment
 from megalite.launch.watchdog import Watchdog
 from megalite.layout.ranks import ParallelLayout
 from megalite.optim.schedule import learning_rate
-from megalite.train import setup as setting_up
+from megalite.train import run as run_module
 from megalite.train.history import RunLog, read_events, read_metrics
 from megalite.train.metrics import Meter, StepMetrics
 from megalite.train.step import PendingMetrics, TrainStep
@@ -162,7 +162,7 @@ def test_dropping_one_piece_of_state_is_noticed(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropped: str
 ) -> None:
     """The negative control of every resume test: tensors of one kind are read into nowhere."""
-    pieces_of = setting_up.training_pieces
+    pieces_of = run_module.training_pieces
 
     def incomplete(*args: Any) -> list[Any]:
         return [
@@ -170,7 +170,7 @@ def test_dropping_one_piece_of_state_is_noticed(
             for piece in pieces_of(*args)
         ]
 
-    monkeypatch.setattr(setting_up, "training_pieces", incomplete)
+    monkeypatch.setattr(run_module, "training_pieces", incomplete)
     assert resume_differs(text, tmp_path, monkeypatch)
 
 
