@@ -25,7 +25,7 @@ from megalite.observe.run_data import read_run
 from megalite.observe.terminal import Terminal
 from megalite.observe.trackers import open_trackers
 from megalite.train.history import Note, View
-from megalite.train.run import Job
+from megalite.train.loop import Job
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "hydra-core", "numpy", "safetensors")
 

@@ -47,7 +47,7 @@ from megalite.errors.problems import Problem, UserError, printable
 from megalite.errors.remedies import of_system
 
 if TYPE_CHECKING:
-    from megalite.train.run import Job
+    from megalite.train.loop import Job
 
 Record = dict[str, Any]
 # Shows a run on rank 0 (terminal, report, trackers): called with each record once it is in its file. The last record of
@@ -120,6 +120,26 @@ def _read(is_record: Callable[[Record], bool], path: Path, note: Note = lambda t
 
 
 read_metrics, read_events = partial(_read, _is_metrics), partial(_read, _is_event)
+
+
+def examine_records(job: "Job") -> tuple[int, bool, Record]:
+    """The step that the run continues from if the records hold its evaluation, else -1; whether this start has nothing
+    to do and nothing to record; the newest line of a step. UserError where the run has saved and its checkpoints are
+    gone: a new start would write over its records."""
+    step, folder = job.progress.step, job.folder.path
+    lines, events = read_metrics(folder / METRICS), read_events(folder / EVENTS)
+    if job.resumed_from is None:
+        saved = [f"a checkpoint of step {it['step']}" for it in events if it["kind"] in ("checkpoint", "resume")]
+        if saved or (lines and not events):
+            missing = f"there is no folder called step- and eight digits in {job.folder.checkpoints}"
+            rule = f"its record tells of {saved[-1] if saved else 'steps'}, but {missing}"
+            remedy = f"put the checkpoints back (is their disk mounted?), set another run_dir, or delete {folder}"
+            raise UserError(Problem("run_dir", str(folder), rule, remedy))
+        return -1, False, {}
+    job.evaluated_step = step if any(line["step"] == step and "val_loss" in line for line in lines) else -1
+    finished = job.complete and bool(events) and events[-1]["kind"] in ENDS
+    measured = [line for line in lines if "loss" in line and line["step"] <= step]
+    return job.evaluated_step, finished, measured[-1] if measured else {}
 
 
 class Seals:

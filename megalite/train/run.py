@@ -10,21 +10,18 @@ import math
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from megalite.checkpoint.reading import Found, newest
+from megalite.checkpoint.reading import newest
 from megalite.checkpoint.run_folder import RunFolder, keep_tokenizer, require_room
 from megalite.config.durable_files import private_files
 from megalite.config.layout import exchange_of
 from megalite.config.schema import Config
 from megalite.config.settings import DERIVED, OPEN, as_plain, value_of, with_values
-from megalite.config.step_plan import samples_when_longer
 from megalite.data.open import OpenedData, TokenFiles, note_changed_files, open_data
 from megalite.errors.problems import Problem, UserError, collect, to_stderr
 from megalite.errors.words import several
@@ -33,104 +30,14 @@ from megalite.launch.device import slow_precision
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.host import end_compile_workers
 from megalite.launch.signals import StopSignals, stop_request
-from megalite.launch.watchdog import SAVES, Doing, Watchdog, find_cause, is_broken_link
-from megalite.train.build import (
-    ReadWeights,
-    Training,
-    build_training,
-    derive_device,
-    fill_with_imported_values,
-    fill_with_start_values,
-    open_context,
-)
+from megalite.launch.watchdog import Doing, Watchdog, find_cause, is_broken_link
+from megalite.train.build import ReadWeights, build_training, derive_device, fill_new_buffers, open_context
 from megalite.train.evaluate import prompts_of
-from megalite.train.history import (
-    ENDS,
-    EVENTS,
-    METRICS,
-    Note,
-    Record,
-    RunLog,
-    StatusFile,
-    View,
-    read_events,
-    read_metrics,
-)
-from megalite.train.loop import train
-from megalite.train.saving import (
-    ROUNDED,
-    Progress,
-    SavedState,
-    Saver,
-    TrainingStoppedError,
-    state_bytes,
-    training_pieces,
-)
+from megalite.train.history import Note, RunLog, StatusFile, View, examine_records
+from megalite.train.loop import Job, train
+from megalite.train.saving import Saver, TrainingStoppedError, restore, state_bytes
 
 NEWS_S = 1.0  # the signal that ended another rank's start reaches this rank too, which then reports no error
-
-
-@dataclass
-class Job:
-    """One run on this rank: all that it consists of, and where it stands. The loop (loop.py) moves it on."""
-
-    config: Config
-    context: ParallelContext
-    data: OpenedData
-    folder: RunFolder
-    training: Training
-    prompts: dict[str, list[int]]  # of the samples of text, and their tokens
-    hosts: list[str]  # where each rank runs
-    log: RunLog
-    status: StatusFile
-    progress: Progress = field(default_factory=Progress)
-
-    # From the checkpoint that the run continues from, and from the records beside it.
-    resumed_from: int | None = None  # step of the checkpoint
-    tokenizer_files: dict[str, str] = field(default_factory=dict)  # name -> hash
-    seals: dict[str, Any] = field(default_factory=dict)  # of the files of the record
-    measured: Record = field(default_factory=dict)  # the newest line of a step
-    finished: bool = False  # an earlier start has done and recorded everything: this one leaves the folder as it is
-
-    # Where this start stands.
-    stop: StopSignals = field(default_factory=StopSignals)
-    stopping: bool = False  # all ranks know that one of them was asked to stop
-    problems: list[Problem] = field(default_factory=list)  # of the input that this rank has read: no step is applied
-    under_way: bool = False  # the first step is done: from now on no rank is late for a good reason
-    saving: bool = False  # training waits for a save
-    begun_step: int = 0
-    evaluated_step: int = -1  # the newest one
-
-    def go_on(self) -> bool:
-        """Whether no rank was asked to stop; collective, one small all-reduce on the host."""
-        self.stopping = self.stopping or any(self.context.gather_json([True] if self.stop.requested else []))
-        return not self.stopping
-
-    @property
-    def evaluation_interval(self) -> int:
-        """Steps between evaluations; 0: there are none."""
-        return 0 if self.data.validation is None else self.config.train.eval_interval
-
-    def owes_evaluation(self) -> bool:
-        """Whether the evaluation that is due after the newest step has not been done."""
-        step, interval = self.progress.step, self.evaluation_interval
-        due = interval > 0 and step > 0 and (step % interval == 0 or step == self.config.train.steps)
-        return due and self.evaluated_step != step
-
-    @property
-    def complete(self) -> bool:
-        """Whether nothing of the run remains to be done."""
-        return self.progress.step >= self.config.train.steps and not self.owes_evaluation()
-
-    def doing(self) -> Doing:
-        """This rank's place in training, for the watchdog."""
-        setting = "timeout_s" if self.under_way else "startup_timeout_s"
-        limit = (f"parallel.{setting}", getattr(self.config.parallel, setting))
-        if self.saving:
-            return Doing("save", "in a save", *limit, SAVES)
-        part, executor = self.training.clock.part, self.training.executor
-        words = f"step {self.begun_step}, {part}, pass {executor.at or 'none yet'}"
-        return Doing((self.begun_step, self.evaluated_step, part, executor.performed), words, *limit)
 
 
 class Companions(NamedTuple):
@@ -230,17 +137,20 @@ def set_up(
     prompts = all_ranks_or_raise(context, lambda: prompts_of(config, data))
     folder = RunFolder(Path(config.run_dir), context, config.resume, as_plain(config), data.fingerprint)
     try:
-        for line in (*config.told, *folder.changes, *remarks(config, context)):
+        notes = [*config.told, *folder.changes, slow_precision(context.dtype, context.device)]
+        if config.train.fp8 is not None and context.device.type == "cpu":
+            notes.append("a CPU imitates fp8: it rounds as a GPU does, and steps take longer than without train.fp8")
+        if config.parallel.cp > 1:
+            exchange = exchange_of(config)
+            notes.append(f"the ranks of a sequence exchange keys by {exchange.name}: {exchange.why}")
+        for line in filter(None, notes):
             log.note(line)
         training = build_training(config, context)
         job = Job(config, context, data, folder, training, prompts, hosts, log, status)
         if (found := newest(folder.checkpoints, context, log.note)) is not None:
             restore(job, found)
-        elif config.checkpoint.init_from is not None:
-            fill = partial(fill_with_imported_values, training.buffers, companions.read_weights, config, context)
-            all_ranks_or_raise(context, fill)
         else:
-            fill_with_start_values(training.buffers, config, context)
+            fill_new_buffers(training.buffers, companions.read_weights, config, context)
         job.begun_step = job.progress.step
         job.evaluated_step, job.finished, job.measured = rank0_broadcast(context, lambda: examine_records(job))
         if not job.finished:
@@ -260,58 +170,6 @@ def set_up(
         folder.close()  # nobody else will: the job does not exist
         raise
     return job
-
-
-def remarks(config: Config, context: ParallelContext) -> Iterator[str]:
-    """Lines about settings on this device that the user should know."""
-    if words := slow_precision(context.dtype, context.device):
-        yield words
-    if config.train.fp8 is not None and context.device.type == "cpu":
-        yield "a CPU imitates fp8: it rounds as a GPU does, and steps take longer than without train.fp8"
-    if config.parallel.cp > 1:
-        exchange = exchange_of(config)
-        yield f"the {config.parallel.cp} ranks of a sequence exchange keys by {exchange.name}: {exchange.why}"
-
-
-def restore(job: Job, found: Found) -> None:
-    """The state of a checkpoint, whatever layout wrote it; collective."""
-    if (origin := found.manifest.about.get("run_id", job.folder.run_id)) != job.folder.run_id:
-        rule = f"it is of run {origin}, and the folder is that of run {job.folder.run_id}"
-        remedy = "take it out of this folder; to continue its run, copy the whole run folder and set run_dir to it"
-        raise UserError(Problem(str(found.path), "of another run", rule, remedy))
-    state, training = SavedState.of(found), job.training
-    found.read_into(training_pieces(training), unread=lambda name: name.startswith(f"{ROUNDED}."))
-    training.cast_and_gather_params()
-    if training.loss_scale is not None and state.loss_scale is not None:  # not if it was no fp16 run
-        training.loss_scale.state.copy_(torch.tensor(state.loss_scale))
-    job.resumed_from, job.progress, job.tokenizer_files = found.step, state.progress, state.tokenizer
-    job.seals = state.record
-    before, now, consumed = state.config["train"]["seq_length"], job.config.train.seq_length, state.progress.samples
-    if before != now:
-        job.progress.samples = samples_when_longer(consumed, before, now)
-        over = job.progress.samples * now - consumed * before
-        words = f"{consumed * before:,} tokens of its order; {over:,} are passed over"
-        job.log.note(f"the data goes on behind the first {words}")
-
-
-def examine_records(job: Job) -> tuple[int, bool, Record]:
-    """The step that the run continues from if the records hold its evaluation, else -1; whether this start has nothing
-    to do and nothing to record; the newest line of a step. UserError where the run has saved and its checkpoints are
-    gone: a new start would write over its records."""
-    step, folder = job.progress.step, job.folder.path
-    lines, events = read_metrics(folder / METRICS), read_events(folder / EVENTS)
-    if job.resumed_from is None:
-        saved = [f"a checkpoint of step {it['step']}" for it in events if it["kind"] in ("checkpoint", "resume")]
-        if saved or (lines and not events):
-            missing = f"there is no folder called step- and eight digits in {job.folder.checkpoints}"
-            rule = f"its record tells of {saved[-1] if saved else 'steps'}, but {missing}"
-            remedy = f"put the checkpoints back (is their disk mounted?), set another run_dir, or delete {folder}"
-            raise UserError(Problem("run_dir", str(folder), rule, remedy))
-        return -1, False, {}
-    job.evaluated_step = step if any(line["step"] == step and "val_loss" in line for line in lines) else -1
-    finished = job.complete and bool(events) and events[-1]["kind"] in ENDS
-    measured = [line for line in lines if "loss" in line and line["step"] <= step]
-    return job.evaluated_step, finished, measured[-1] if measured else {}
 
 
 def open_record(job: Job, companions: Companions) -> None:

@@ -6,9 +6,6 @@ and a handful of numbers. Learning rate, data order and dropout masks are functi
 When a save fails, training goes on, and the last checkpoint stays. A run whose weights or moments are not finite has
 failed and is not saved. Finite weights are trusted only after a later step was applied, because that step's loss was
 computed with them. The newest checkpoint of trusted weights is never deleted.
-
-With `checkpoint.async` a save goes on behind the training until the next one, or the end of the run, waits for it.
-Fatal errors are raised only there, at the same step on all ranks; other results are reported at once.
 """
 
 import time
@@ -30,7 +27,9 @@ from megalite.checkpoint.reading import Found
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.checkpoint.store import CheckpointError, Saved, save
 from megalite.config.settings import as_plain
+from megalite.config.step_plan import samples_when_longer
 from megalite.config.user_files import as_record
+from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext, rank0_broadcast
 from megalite.layout.buffer_layout import OwnedRange
 from megalite.model.routers import Routers
@@ -40,7 +39,7 @@ from megalite.train.history import Seals
 from megalite.train.metrics import StepMetrics
 
 if TYPE_CHECKING:
-    from megalite.train.run import Job
+    from megalite.train.loop import Job
 
 ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dtype: a resume rounds masters anew
 
@@ -95,6 +94,27 @@ class SavedState:
         return as_record(cls, found.state, found.path / STATE)
 
 
+def restore(job: "Job", found: Found) -> None:
+    """The state of a checkpoint, whatever layout wrote it; collective."""
+    if (origin := found.manifest.about.get("run_id", job.folder.run_id)) != job.folder.run_id:
+        rule = f"it is of run {origin}, and the folder is that of run {job.folder.run_id}"
+        remedy = "take it out of this folder; to continue its run, copy the whole run folder and set run_dir to it"
+        raise UserError(Problem(str(found.path), "of another run", rule, remedy))
+    state, training = SavedState.of(found), job.training
+    found.read_into(training_pieces(training), unread=lambda name: name.startswith(f"{ROUNDED}."))
+    training.cast_and_gather_params()
+    if training.loss_scale is not None and state.loss_scale is not None:  # not if it was no fp16 run
+        training.loss_scale.state.copy_(torch.tensor(state.loss_scale))
+    job.resumed_from, job.progress, job.tokenizer_files = found.step, state.progress, state.tokenizer
+    job.seals = state.record
+    before, now, consumed = state.config["train"]["seq_length"], job.config.train.seq_length, state.progress.samples
+    if before != now:
+        job.progress.samples = samples_when_longer(consumed, before, now)
+        over = job.progress.samples * now - consumed * before
+        words = f"{consumed * before:,} tokens of its order; {over:,} are passed over"
+        job.log.note(f"the data goes on behind the first {words}")
+
+
 def training_pieces(training: Training) -> list[Piece]:
     """Every tensor that a resumed run needs, as pieces over this rank's slices of the live buffers."""
     buffers, state = training.buffers, training.optimizer.state()
@@ -139,7 +159,9 @@ class TrainingStoppedError(RuntimeError):
 
 
 class Saver:
-    """Writes the checkpoints of one run."""
+    """Writes the checkpoints of one run. With `checkpoint.async` a save goes on behind the training until the next one,
+    or the end of the run, waits for it: an error that ends the run is raised only there, at the same step on all ranks.
+    """
 
     def __init__(self, job: "Job") -> None:
         self._job, self._seals = job, Seals(job.folder.path)
@@ -209,18 +231,19 @@ class Saver:
     def _writer(self, step: int) -> Callable[[Sequence[Piece], ParallelContext], Saved]:
         """The function that writes the checkpoint of this very step, whenever it is called."""
         job, folder, applied = self._job, self._job.folder, self._job.progress.last_applied
-        scale, layout = job.training.loss_scale, job.context.layout
-        state = SavedState(
-            job.progress,
-            DataState(job.data.fingerprint, job.data.description),
-            as_plain(job.config),
-            loss_scale=None if scale is None else scale.state.tolist(),
-            tokenizer=job.tokenizer_files,
-            record=self._seals() if job.context.rank == 0 else {},
-            layout={axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "world_size")},
+        scale, layout, keep = job.training.loss_scale, job.context.layout, job.config.checkpoint.keep
+        plain = asdict(
+            SavedState(
+                job.progress,
+                DataState(job.data.fingerprint, job.data.description),
+                as_plain(job.config),
+                loss_scale=None if scale is None else scale.state.tolist(),
+                tokenizer=job.tokenizer_files,
+                record=self._seals() if job.context.rank == 0 else {},
+                layout={axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "world_size")},
+            )
         )
         how: dict[str, Any] = {"labels": folder.labels, "lost": folder.lost, "good_before": applied}
-        plain, keep = asdict(state), job.config.checkpoint.keep
 
         def write(pieces: Sequence[Piece], context: ParallelContext) -> Saved:
             ruined = [name for of_rank in context.gather_json(not_finite(pieces)[:1]) for name in of_rank]

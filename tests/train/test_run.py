@@ -29,7 +29,6 @@ from megalite.launch.environment import read_environment
 from megalite.launch.watchdog import Watchdog
 from megalite.layout.ranks import ParallelLayout
 from megalite.optim.schedule import learning_rate
-from megalite.train import run as run_module
 from megalite.train.history import RunLog, read_events, read_metrics
 from megalite.train.metrics import Meter, StepMetrics
 from megalite.train.step import PendingMetrics, TrainStep
@@ -58,8 +57,8 @@ def at_step(step: int, action: Callable[[], object], monkeypatch: pytest.MonkeyP
     """Call `action` when the metrics of `step` have been read."""
     add = Meter.add
 
-    def and_act(self: Meter, metrics: StepMetrics, data: StepBatches, lr: float) -> None:
-        add(self, metrics, data, lr)
+    def and_act(self: Meter, metrics: StepMetrics, data: StepBatches) -> None:
+        add(self, metrics, data)
         if data.planned.step == step:
             action()
 
@@ -162,7 +161,7 @@ def test_dropping_one_piece_of_state_is_noticed(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropped: str
 ) -> None:
     """The negative control of every resume test: tensors of one kind are read into nowhere."""
-    pieces_of = run_module.training_pieces
+    pieces_of = saving_module.training_pieces
 
     def incomplete(*args: Any) -> list[Any]:
         return [
@@ -170,7 +169,7 @@ def test_dropping_one_piece_of_state_is_noticed(
             for piece in pieces_of(*args)
         ]
 
-    monkeypatch.setattr(run_module, "training_pieces", incomplete)
+    monkeypatch.setattr(saving_module, "training_pieces", incomplete)
     assert resume_differs(text, tmp_path, monkeypatch)
 
 
