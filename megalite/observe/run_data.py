@@ -103,20 +103,16 @@ class RunData:
         if "kind" in record:
             self._add_event(dict(record))
             return
-        step, values = record["step"], dict(record)
-        if "time_split" in record:  # older runs know no exchange
-            values |= {f"time_split/{part}": 0.0 for part in STEP_PARTS}
-        for group in ("time_split", "moe"):
-            values |= {f"{group}/{name}": value for name, value in (record.get(group) or {}).items()}
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self.series[name].add(step, value)
+        step = record["step"]
+        known = [f"time_split/{part}" for part in STEP_PARTS if "time_split" in record]  # older runs know no exchange
+        for name, value in (dict.fromkeys(known, 0.0) | flat_values(record)).items():
+            self.series[name].add(step, value)
         if "val_loss" in record:
             self.evaluation = dict(record)
             self.best = min(self.best, (record["val_loss"], step))  # no nan is less
             return
         self.last = dict(record)
-        self._add_loads(step, values.get("moe/tokens_per_expert") or [])
+        self._add_loads(step, record.get("moe", {}).get("tokens_per_expert") or [])
         if not isfinite(record["loss"]) or not isfinite(record.get("grad_norm", 0.0)):
             self.not_finite.add(step)
 
@@ -151,6 +147,18 @@ class RunData:
         self.end = event if kind in ENDS else self.end
         if kind not in SUMMED_UP:
             self.listed.append(event)
+
+
+def flat_values(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The known numbers of a record of metrics by name, but the step. Nested ones get names like `time_split/forward`,
+    which trackers show as groups."""
+    flat: dict[str, Any] = {}
+    for name, value in record.items() if "kind" not in record else ():
+        if isinstance(value, Mapping):
+            flat |= flat_values(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and name != "step":
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 def read_run(folder: Path) -> RunData:

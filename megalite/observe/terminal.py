@@ -49,9 +49,8 @@ class Terminal:
         self._columns = list(COLUMNS)
         self._printed = 0  # steps
         self._known_slow: set[int] = set()  # ranks that were named
-        # How far the preparation of data, or the scan of a token file, is; may be called often.
-        self.preparing = DataWork(self, "preparing data", "prepared").show
-        self.checking = DataWork(self, "checking tokens", "checked").show
+        self.preparing = data_work(self, "preparing data", "prepared")
+        self.checking = data_work(self, "checking tokens", "checked")  # a token file is scanned
 
     def follow(self, run: RunData, title: str) -> None:
         """Show the records of a run from now on. `run` holds a record before it is shown."""
@@ -116,25 +115,24 @@ class Terminal:
         self.print(*_rows([("run folder", str(run.folder)), again]))
 
 
-class DataWork:
-    """The progress of making or scanning token files."""
+def data_work(terminal: Terminal, doing: str, done: str) -> Callable[[int, int, int, int], None]:
+    """A function to call often, with bytes done and in all, documents and tokens: it tells how far the work is."""
+    began = shown = 0.0
 
-    def __init__(self, terminal: Terminal, doing: str, done: str) -> None:
-        self._print, self._doing, self._done = terminal.print, doing, done
-        self._began = self._shown = 0.0
-
-    def show(self, bytes_done: int, bytes_total: int, documents: int, tokens: int) -> None:
+    def show(bytes_done: int, bytes_total: int, documents: int, tokens: int) -> None:
+        nonlocal began, shown
         now = time.monotonic()
-        self._began, self._shown = self._began or now, self._shown or now
+        began, shown = began or now, shown or now
         counts, total = f"{several(documents, 'document')}, {tokens:,} tokens", readable.size(bytes_total)
         if bytes_done >= bytes_total > 0:
-            if self._shown < math.inf:
-                self._print(f"{self._done} {total}: {counts} in {readable.duration(now - self._began)}")
-            self._shown = math.inf
-        elif now - self._shown >= PREPARING_S:
-            self._shown = now
-            of = f" of {total}" if bytes_total else ""
-            self._print(f"{self._doing}: {readable.size(bytes_done)}{of}, {counts}")
+            if shown < math.inf:
+                terminal.print(f"{done} {total}: {counts} in {readable.duration(now - began)}")
+            shown = math.inf
+        elif now - shown >= PREPARING_S:
+            shown, of = now, f" of {total}" if bytes_total else ""
+            terminal.print(f"{doing}: {readable.size(bytes_done)}{of}, {counts}")
+
+    return show
 
 
 def what_was_learned(run: RunData, seconds: float) -> list[tuple[str, str]]:

@@ -27,6 +27,7 @@ from megalite.config.schema import Config
 from megalite.config.settings import as_plain
 from megalite.config.user_files import read_object
 from megalite.errors.words import several
+from megalite.observe.run_data import flat_values
 from megalite.train.history import ENDS, Note, Record, View
 
 FINISH_S = 60.0  # that the end of a run waits for its trackers: a busy machine may take so long to import
@@ -185,15 +186,3 @@ def id_of_run(folder: Path) -> str:
     if not path.exists():
         write_atomically(path, (json.dumps({"id": secrets.token_hex(8)}) + "\n").encode())
     return str(read_object(path, "delete it; the run is a new one at wandb then")["id"])
-
-
-def flat_values(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The known numbers of a record of metrics by name, but the step. Nested ones get names like `time_split/forward`,
-    which trackers show as groups."""
-    flat: dict[str, Any] = {}
-    for name, value in record.items() if "kind" not in record else ():
-        if isinstance(value, Mapping):
-            flat |= flat_values(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and name != "step":
-            flat[f"{prefix}{name}"] = value
-    return flat

@@ -24,7 +24,7 @@ from megalite.config.settings import SETTINGS, value_of, with_values, yaml_value
 from megalite.context_parallel.exchange import CpGroups, Waiting
 from megalite.errors.problems import Problem, UserError, collect
 from megalite.launch import startup
-from megalite.launch.context import CPU, ParallelContext, all_ranks_or_raise
+from megalite.launch.context import CPU, ParallelContext
 from megalite.launch.device import (
     check_fp8,
     choose_device,
@@ -211,32 +211,17 @@ def data_share(config: Config, context: ParallelContext) -> dict[str, Any]:
     return {"dp_rank": context.index("dp"), "dp_size": context.size("dp"), "sequence": sequence}
 
 
-def fill_new_buffers(
-    buffers: TrainingBuffers, read_weights: ReadWeights, config: Config, context: ParallelContext
+def fill_with_start_values(
+    buffers: TrainingBuffers, config: Config, context: ParallelContext, read_weights: ReadWeights | None = None
 ) -> None:
-    """Parameters of a run that has no checkpoint yet: imported, or as the seed draws them; collective."""
-    if config.checkpoint.init_from is None:
-        fill_with_start_values(buffers, config, context)
-    else:
-        all_ranks_or_raise(context, lambda: fill_with_imported_values(buffers, read_weights, config, context))
-
-
-def fill_with_start_values(buffers: TrainingBuffers, config: Config, context: ParallelContext) -> None:
-    """Parameters as the seed draws them; each rank draws what it holds."""
-    records = records_of(config, context.coordinates["pp"])
-    buffers.fill(start_values(records, config.seed, held=lambda record: buffers.places[record.name][0].shard))
-
-
-def fill_with_imported_values(
-    buffers: TrainingBuffers, read_weights: ReadWeights, config: Config, context: ParallelContext
-) -> None:
-    """Parameters as the folder of checkpoint.init_from holds them; each rank reads, one by one, those of its stages.
-    Routers, which a dense model lacks, start as the seed draws them."""
-    assert config.checkpoint.init_from is not None
-    records = records_of(config, context.coordinates["pp"])
-    buffers.fill(start_values((one for one in records if one.precision == "master"), config.seed))
-    names = {record.name for record in records}
-    buffers.fill(read_weights(config.checkpoint.init_from, config.model, names))
+    """Parameters of a run without a checkpoint; each rank fills what it holds. They are those of the folder of
+    checkpoint.init_from, read one by one, or as the seed draws them, like routers, which a dense model lacks."""
+    records, folder = records_of(config, context.coordinates["pp"]), config.checkpoint.init_from
+    drawn = [record for record in records if folder is None or record.precision == "master"]
+    buffers.fill(start_values(drawn, config.seed, held=lambda record: buffers.places[record.name][0].shard))
+    if folder is not None:
+        assert read_weights is not None
+        buffers.fill(read_weights(folder, config.model, {record.name for record in records}))
 
 
 ASYNC_TP, CUDA_GRAPH = "parallel.async_tp", "train.cuda_graph"

@@ -31,7 +31,7 @@ from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.host import end_compile_workers
 from megalite.launch.signals import StopSignals, stop_request
 from megalite.launch.watchdog import Doing, Watchdog, find_cause, is_broken_link
-from megalite.train.build import ReadWeights, build_training, derive_device, fill_new_buffers, open_context
+from megalite.train.build import ReadWeights, build_training, derive_device, fill_with_start_values, open_context
 from megalite.train.evaluate import prompts_of
 from megalite.train.history import Note, RunLog, StatusFile, View, examine_records
 from megalite.train.loop import Job, train
@@ -150,7 +150,8 @@ def set_up(
         if (found := newest(folder.checkpoints, context, log.note)) is not None:
             restore(job, found)
         else:
-            fill_new_buffers(training.buffers, companions.read_weights, config, context)
+            read = companions.read_weights
+            all_ranks_or_raise(context, lambda: fill_with_start_values(training.buffers, config, context, read))
         job.begun_step = job.progress.step
         job.evaluated_step, job.finished, job.measured = rank0_broadcast(context, lambda: examine_records(job))
         if not job.finished:

@@ -74,6 +74,12 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_metrics(run_dir / "metrics.jsonl") if "loss" in record}
 
 
+def kinds(run_dir: Path) -> list[tuple[str, int]]:
+    """The events of a run, but for measurements and samples, and their steps."""
+    events = read_events(run_dir / "events.jsonl")
+    return [(it["kind"], it["step"]) for it in events if it["kind"] not in ("ranks", "sample")]
+
+
 def checkpoints(run_dir: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in (run_dir / "checkpoints").glob("step-*"))
 
