@@ -23,7 +23,7 @@ from megalite.data.open import FORMAT, Progress, TokenFiles, check_vocabulary, d
 from megalite.data.token_file import TokenFile, dtype_for, read_facts, with_suffix
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UnavailableError, UserError, collect, collect_all, refuse
-from megalite.errors.remedies import of_system
+from megalite.errors.words import of_system
 from megalite.launch.host import allow_open_files, usable_cores
 from megalite.prepare.hub import TOKENIZER_FILES, tokenizer_folder
 from megalite.prepare.made_tokenizers import bpe_tokenizer, byte_tokenizer, char_tokenizer
