@@ -58,8 +58,8 @@ class TextTokenizer:
         special = {token["content"] for token in self.spec["added_tokens"] if token["special"]}
         special |= {text for text in map(token_text, map(settings.get, SPECIAL_SETTINGS)) if isinstance(text, str)}
         ids = {vocabulary[text] for text in special & vocabulary.keys() if len(text) > 1}  # some pad with `!`
-        refused = (ids - {unknown}) | ({self.end_of_document} - {None})
-        self._refused = np.isin(np.arange(self.vocab_size), [*refused])  # ids that no text may give
+        refused = [*(ids - {unknown}), *([] if self.end_of_document is None else [self.end_of_document])]
+        self._refused = np.isin(np.arange(self.vocab_size), refused)  # ids that no text may give
         of_bytes = any(self.mentions("ByteLevel", part) for part in ("normalizer", "pre_tokenizer"))
         affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
         complete = of_bytes and not affixes and vocabulary.keys() >= set(byte_letters())
