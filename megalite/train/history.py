@@ -44,7 +44,7 @@ import xxhash
 from megalite.config.durable_files import STATUS, open_to_append, write_atomically
 from megalite.config.user_files import absolute, fits, read_bytes
 from megalite.errors.problems import Problem, UserError, printable
-from megalite.errors.remedies import of_system
+from megalite.errors.words import of_system
 
 if TYPE_CHECKING:
     from megalite.train.loop import Job
