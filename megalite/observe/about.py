@@ -71,8 +71,7 @@ def resolved(job: Job, device: str) -> list[list[str]]:
         shape += f"; {moe.num_experts} experts in {several(len(model.expert_layers), 'layer')}, top {moe.top_k}"
     batch = f"{several(train.global_batch_size, 'sequence')} of {train.seq_length:,} tokens"
     grows = "" if train.batch_ramp is None else f", growing from {ramp.sizes.start} sequences by {ramp.sizes.step}"
-    epochs = job.data.train.epochs(samples)  # of each token file of a blend
-    most = f"{max(epochs):.3g} epochs{' of the file that is repeated most' if len(epochs) > 1 else ''}"
+    most = f"{max(job.data.train.epochs(samples)):.3g} epochs"  # of the token file that is repeated most
     return [
         ["model", f"{model.name}: {parameters}, {flops:,.1f} MFLOP per token"],
         ["", shape],

@@ -58,10 +58,8 @@ def duration(seconds: float) -> str:
 def words_of(event: Mapping[str, Any]) -> str:
     """What an event tells besides its kind. A user may have left things out of it."""
     if event["kind"] in ("start", "resume"):
-        hosts, versions = event.get("hosts") or [], event.get("versions") or {}
-        ranks = f"{several(len(hosts), 'rank')} on {several(len({*hosts}), 'host')}"
-        where = f"{ranks}, {event.get('device', 'device unknown')}, torch {versions.get('torch', '?')}"
-        return "; ".join([where, *(event.get("changes") or [])])
+        ranks = several(len(event.get("hosts") or []), "rank")
+        return "; ".join([f"{ranks}, {event.get('device', 'device unknown')}", *(event.get("changes") or [])])
     rest = {name: value for name, value in event.items() if name not in ("time", "step", "kind", "message", "parts")}
     numbers = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in rest.items()}
     return str(event.get("message") or ", ".join(f"{name} {value}" for name, value in numbers.items()))

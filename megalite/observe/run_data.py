@@ -30,14 +30,14 @@ class Series:
     neighbouring points become one."""
 
     def __init__(self) -> None:
-        self.first, self.total = nan, 0.0  # first value that is finite, and the sum of all
+        self.first = nan  # value that is finite
         self._points: list[tuple[float, ...]] = []  # number of values; sums of steps and values; least, greatest
         self._width = 1  # values of a point; the last may have fewer
 
     def add(self, step: float, value: float) -> None:
         if not isfinite(value):
             return
-        self.first, self.total = self.first if self._points else value, self.total + value
+        self.first = self.first if self._points else value
         self._points.append((1, step, value, value, value))
         if len(self._points) > 1 and self._points[-2][0] < self._width:
             self._points[-2:] = [_together(self._points[-2:])]
