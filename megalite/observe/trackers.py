@@ -158,7 +158,7 @@ def open_wandb(config: Config, folder: Path, mode: str | None, note: Note) -> Tr
             note(f"cannot be sent now ({' '.join(str(error).split())[:200]})")
         if run is None:
             wandb.teardown()
-    run = run or init(mode="offline")
+    run = init(mode="offline") if run is None else run
     online = [] if run.offline else ["--include-online"]
     rescue = shlex.join(["wandb", "sync", *online, str(Path(run.dir).parent)])
     note(f"offline; to send it later: {rescue}" if run.offline else str(run.url))
