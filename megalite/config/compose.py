@@ -22,9 +22,17 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.arguments import read_arguments, shown
 from megalite.config.derive import derive
-from megalite.config.hydra_files import composed, files_of, in_one_line, run_hydra
 from megalite.config.model_folder import holds_tokenizer, imported_model_settings
-from megalite.config.overrides import as_override, nearest_setting, read_override, unknown
+from megalite.config.overrides import (
+    as_override,
+    composed,
+    files_of,
+    in_one_line,
+    nearest_setting,
+    read_override,
+    run_hydra,
+    unknown,
+)
 from megalite.config.rules import check, unused
 from megalite.config.schema import Config
 from megalite.config.secrecy import secret_name, secret_problem, secret_value
@@ -36,7 +44,6 @@ OF_ONE_START = ("run_dir", "resume", "launch.preflight", "launch.status_file", "
 _VARIABLE = re.compile(r"oc\.env\s*:\s*['\"]?([^,}\s'\"]+)")
 
 Values = Mapping[str, Any]  # by the names of settings
-Reading = tuple[Config, list[Problem], set[str], list[str]]
 
 
 def load_config(argv: Sequence[str], world_size: int, unread: Collection[str] = ()) -> Config:
@@ -76,28 +83,30 @@ def load_values(words: Sequence[str], reads: Sequence[str]) -> Config:
 
 def show_information(arguments: Namespace) -> int:
     """Answers --help, --cfg job and the like through Hydra, once every override is known to be right."""
-    given: list[str] = []
+    given = list[str]()
     if not arguments.shell_completion:  # which has words of its own
         _, problems, _, given = _read(arguments)
         refuse(problems)
     output = io.StringIO()
     with redirect_stdout(output):
-        status = run_hydra([*given, *arguments.overrides, *shown(arguments)], lambda config: None, arguments)
+        words = [*given, *arguments.overrides, *shown(arguments)]
+        status = run_hydra(words, lambda config: None, files_of(arguments))
     with suppress(OSError):  # `--help | head`, a full disk
         print(output.getvalue(), end="", flush=True)
     return status
 
 
-def _read(arguments: Namespace) -> Reading:
+def _read(arguments: Namespace) -> tuple[Config, list[Problem], set[str], list[str]]:
     """The config of a command line, the problems with it, the settings that were refused (nobody knows which values
     they were to have), and overrides with what a folder gives."""
-    problems, files = list[Problem](), files_of(arguments)
+    problems, files, choices, command = list[Problem](), files_of(arguments), dict[str, str](), dict[str, Any]()
     setup_globals()  # ${now:...}
-    read = (collect(partial(read_override, text, files), problems) for text in arguments.overrides)
-    overrides = [each for each in read if each is not None]
-    found = collect(partial(composed, files, {one.group: one.choice for one in overrides if one.choice}), problems)
-    command = {name: value for each in overrides for name, value in each.values.items()}
-    names = {name for each in overrides for name in each.names}
+    for text in arguments.overrides:
+        chosen, values = collect(partial(read_override, text, files), problems) or ({}, {})
+        choices, command = choices | chosen, command | values
+    found = collect(partial(composed, files, choices), problems)
+    all_of_them = choices.keys() - GROUPS.keys()  # a recipe may set anything
+    names = {*command} | {name for name, setting in SETTINGS.items() if setting.group in choices or all_of_them}
     by_files = {name: (found or {}).get(name, setting.default) for name, setting in SETTINGS.items()}
     if by_files["tokenizer"] == SETTINGS["tokenizer"].default and "tokenizer" not in command:
         names.discard("tokenizer")  # a recipe that does not speak of it leaves it to the weights

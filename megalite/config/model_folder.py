@@ -37,8 +37,6 @@ def imported_model_settings(folder: str | Path) -> dict[str, Any]:
     def refuse_all(misfits: Iterable[Misfit], hint: str) -> None:
         refuse([Problem(f"{path}: {key}", value, rule, hint, here=True) for key, value, rule in misfits])
 
-    numbers = {name: found[key] for name, key in keys.items() if type(found.get(key)) in (int, float)}
-    refuse_all(_misfits(numbers, keys), REPAIR)
     try:
         beyond = [*family.beyond(found)]
         settings = {} if beyond else family.settings(found)
@@ -77,8 +75,8 @@ def imported_model(folder: str | Path) -> ModelConfig:
 
 def settings_of(model: ModelConfig) -> dict[str, Any]:
     """The model's settings as families take them: {"num_layers": 12, "moe.top_k": 2, ...}."""
-    fields = [setting.field for setting in SETTINGS.values() if setting.group == "model"]
-    return {field.removeprefix("model."): attrgetter(field.removeprefix("model."))(model) for field in fields}
+    names = [setting.leaf for setting in SETTINGS.values() if setting.group == "model"]
+    return {name: attrgetter(name)(model) for name in names}
 
 
 def holds_tokenizer(folder: Path) -> bool:

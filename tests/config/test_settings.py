@@ -45,7 +45,7 @@ def test_every_setting_is_written_read_and_changed_by_its_name() -> None:
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(None, "null"), (True, "true"), (1e-8, "1.0e-8"), (2.5e-07, "2.5e-7"), (0.1, "0.1"), ([0.9, 0.95], "[0.9,0.95]")],
+    [(None, "null"), (True, "true"), (1e-8, "1e-08"), (2.5e-07, "2.5e-07"), (0.1, "0.1"), ([0.9, 0.95], "[0.9,0.95]")],
 )
 def test_values_are_written_as_yaml_reads_them(value: object, text: str) -> None:
     assert yaml_value(value) == text
