@@ -28,7 +28,7 @@ from megalite.config.secrecy import secret_name, secret_override, secret_problem
 from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, leaves, yaml_value
 from megalite.config.user_files import read_yaml, refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError, shortened
-from megalite.errors.remedies import nearest, similarity
+from megalite.errors.words import nearest, similarity
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONF = folder if (folder := PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # of a wheel; of a checkout

@@ -54,14 +54,15 @@ class StatusFile:
         begins, self.state, self._step = not self.state, state, self._step if step is None else step
         if begins:
             self._first, self._trains_s = self._step, time.time()
+        if self._path is None:
+            return
         status = {"state": state, "step": self._step, **self._fixed, **({"by": by} if by else {})}
         if job_began := os.environ.get(JOB_BEGAN):
             gained = self._step - self._first
             status |= {"gained": gained, "start_up_s": round(self._trains_s - float(job_began), 1)}
             status["step_s"] = round((time.time() - self._trains_s) / gained, 3) if gained else None
         try:
-            if self._path is not None:
-                write_atomically(self._path, (json.dumps(status) + "\n").encode(), STATUS)
+            write_atomically(self._path, (json.dumps(status) + "\n").encode(), STATUS)
         except OSError as error:
             if begins:  # later the script sees the old state, and the run is saved
                 self.state, remedy = "", "a file in a folder where you may write, on a disk with room"
