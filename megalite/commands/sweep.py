@@ -32,12 +32,12 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from megalite.config import durable_files as files
+from megalite.config import files
 from megalite.config.arguments import flags
 from megalite.config.compose import load_config, names_of
+from megalite.config.files import read_object, refusing
 from megalite.config.overrides import PACKAGE, as_override, files_of, hydra_with, in_one_line, run_hydra
 from megalite.config.schema import Config
-from megalite.config.user_files import read_object, refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse, to_stderr
 from megalite.launch.environment import read_environment
 from megalite.launch.signals import PATIENCE, STOP_SIGNALS

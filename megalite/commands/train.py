@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
     """Train, sweep, or show what was asked for: the exit status."""
     from megalite.config.arguments import read_arguments, shown
     from megalite.config.compose import show_information
-    from megalite.config.user_files import refusing
+    from megalite.config.files import refusing
 
     rank = claimed_rank(os.environ)
     try:

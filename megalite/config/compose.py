@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.arguments import read_arguments, shown
 from megalite.config.derive import derive
+from megalite.config.files import absolute, read_yaml, refusing
 from megalite.config.model_folder import holds_tokenizer, imported_model_settings
 from megalite.config.overrides import (
     as_override,
@@ -37,7 +38,6 @@ from megalite.config.rules import check, unused
 from megalite.config.schema import Config
 from megalite.config.secrecy import secret_name, secret_problem, secret_value
 from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, bounds, leaves, nested, with_values
-from megalite.config.user_files import absolute, read_yaml, refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse
 
 OF_ONE_START = ("run_dir", "resume", "launch.preflight", "launch.status_file", "train.max_minutes")

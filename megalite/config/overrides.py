@@ -24,9 +24,9 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megalite.config.files import read_yaml, refusing
 from megalite.config.secrecy import secret_name, secret_override, secret_problem, secret_value
 from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, leaves, yaml_value
-from megalite.config.user_files import read_yaml, refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError, shortened
 from megalite.errors.words import nearest, similarity
 

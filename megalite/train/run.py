@@ -13,9 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megalite.config.durable_files import STATUS, private_files, write_atomically
+from megalite.config.files import STATUS, absolute, private_files, write_atomically
 from megalite.config.schema import Config
-from megalite.config.user_files import absolute
 from megalite.data.open import TokenFiles, note_changed_files
 from megalite.errors.problems import Problem, UserError, collect, to_stderr
 from megalite.errors.words import several

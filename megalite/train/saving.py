@@ -29,9 +29,9 @@ from megalite.checkpoint.pieces import Piece, boxes
 from megalite.checkpoint.reading import Found
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.checkpoint.store import CheckpointError, Saved, save
+from megalite.config.files import as_record
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain
-from megalite.config.user_files import as_record
 from megalite.launch.context import ParallelContext, rank0_broadcast
 from megalite.layout.buffer_layout import OwnedRange
 from megalite.model.parameters import gpt_parameters
