@@ -29,13 +29,12 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config import files
 from megalite.config.arguments import flags
 from megalite.config.compose import load_config, names_of
-from megalite.config.files import read_object, refusing
 from megalite.config.overrides import PACKAGE, as_override, files_of, hydra_with, in_one_line, run_hydra
 from megalite.config.schema import Config
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse, to_stderr
@@ -115,7 +114,7 @@ def _load(arguments: Namespace, ranks: int, words: Sequence[str]) -> Config:
 
 def _ranks(config: DictConfig) -> int:
     """The ranks of a point; what is no number from 1 is refused with the rest."""
-    count = config.sweep.nproc_per_node if "sweep" in config else 1
+    count = OmegaConf.select(config, "sweep.nproc_per_node")
     return count if isinstance(count, int) and count > 1 else 1
 
 
@@ -129,7 +128,7 @@ def _stop_file(folder: Path) -> Iterator[None]:
         with stop.open("ab") as file:
             file.write(b".")
 
-    with refusing(folder, "another hydra.sweep.dir"):
+    with files.refusing(folder, "another hydra.sweep.dir"):
         folder.mkdir(parents=True, exist_ok=True)
         left = {stop: files.STOP, **dict.fromkeys(folder.rglob(files.POINT.usual), files.POINT)}
         places = left | {folder / kind.usual: kind for kind in (files.COMPARISON, files.SWEEP)}
@@ -148,16 +147,17 @@ def _report(folder: Path) -> int:
     """Says what became of the points and draws a page that compares them; the exit status."""
     lines, trained, found = list[str](), list[Path](), set[str]()
     for path in sorted(folder.rglob(files.POINT.usual), key=lambda path: (len(str(path)), path)):
-        record = read_object(path)
+        record = files.read_object(path)
         loss = "" if record["val_loss"] is None else f", validation loss {record['val_loss']:.4f}"
         lines.append(f"{path.parent.relative_to(folder)}: {record['status']}{loss}; {record['run_dir']}")
         found.add(record["status"])
         if record["run_dir"] and Path(record["run_dir"], "metrics.jsonl").is_file():
             trained.append(Path(record["run_dir"]))
-    lines += (
-        [f"comparison: {write_report(trained, folder / files.COMPARISON.usual, files.COMPARISON)}"] if trained else []
-    )
-    print_lines([*lines, *(["stopped; the same command continues"] if "stopped" in found else [])])
+    if trained:
+        lines.append(f"comparison: {write_report(trained, folder / files.COMPARISON.usual, files.COMPARISON)}")
+    if "stopped" in found:
+        lines.append("stopped; the same command continues")
+    print_lines(lines)
     return int("failed" in found)
 
 

@@ -42,8 +42,6 @@ def main(argv: list[str]) -> int:
         status = record(lambda: collect(lambda: train_rank(config, environment), problems))()
         refuse(problems)
         return status or 0
-    except SystemExit as ended:  # of --version, which Hydra's parser answers itself
-        return int(ended.code or 0)
     except UserError as error:
         if rank > 0:
             time.sleep(WAIT_FOR_RANK_ZERO_S)

@@ -11,12 +11,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
-import hydra
-
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 
-SHOWING = ("cfg", "info", "shell_completion", "help", "hydra_help")  # flags that ask Hydra to show something
-INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
+SHOWING = ("cfg", "info", "shell_completion", "help", "hydra_help", "version")  # flags that ask Hydra to show something
 FILES = ("config_name", "config_path", "config_dir")  # flags that choose config files
 MOST = 2**63 - 1  # the largest number that an option takes
 
@@ -56,14 +53,13 @@ def read_arguments(argv: Sequence[str]) -> Namespace:
     for flag in ("--run -r", "--multirun -m", "--shell-completion -sc"):
         one_of.add_argument(*flag.split(), action="store_true")
     one_of.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
-    one_of.add_argument("--info", "-i", nargs="?", const="all", choices=INFO)
-    for flag in ("--help -h", "--hydra-help", "--resolve"):
+    one_of.add_argument("--info", "-i", nargs="?", const="all")
+    for flag in ("--help -h", "--hydra-help", "--version", "--resolve"):
         parser.add_argument(*flag.split(), action="store_true")
     for flag in ("--package -p", "--config-name -cn"):
         parser.add_argument(*flag.split())
     for flag in ("--config-path -cp", "--config-dir -cd"):
         parser.add_argument(*flag.split(), type=_folder)
-    parser.add_argument("--version", action="version", version=f"Hydra {hydra.__version__}")
     parser.add_argument("overrides", nargs="*")
     arguments, others = parser.parse_known_args(argv)
     words = [*arguments.overrides, *others]

@@ -1,6 +1,7 @@
 """Overrides and config files, as Hydra reads them.
 
 Hydra would stop at the first override that is wrong. Here each is read by itself, and refused with what would work.
+What looks like a secret is refused, because command lines and saved configs are read by others.
 """
 
 import re
@@ -25,7 +26,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.files import read_yaml, refusing
-from megalite.config.secrecy import secret_name, secret_override, secret_problem, secret_value
 from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, leaves, yaml_value
 from megalite.errors.problems import NO_VALUE, Problem, UserError, shortened
 from megalite.errors.words import nearest, similarity
@@ -39,6 +39,18 @@ _VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") 
 # Named by conf/config.yaml and copies of it; what is no setting is refused here.
 ConfigStore.instance().store(name="megalite_schema", node={})
 
+ADVICE = "pass secrets in the environment (HF_TOKEN, WANDB_API_KEY), and change one that was typed: logs keep commands"
+# In a name of small letters. Short words count where a word of the name ends in them: APIKEY and PGPASS, not KEYBOARD.
+_SECRET_NAME = re.compile(r"token|secret|passw|passphrase|credential|(?:key|pass|pwd|auth|bearer|cookie)s?(?![a-z])")
+_HARMLESS = re.compile(r"tokeni[sz][a-z]*|tokens|key_value|^(?:old)?pwd$|compass")
+_SECRET_VALUE = re.compile(
+    r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{30,}|(?:gh[pousr]_|github_pat_|glpat-|wandb_v\d_)[\w-]{16,}"
+    r"|sk-(?:(?:proj|ant|or|svcacct)-[\w-]{20,}|[A-Za-z0-9]{20,})"  # OpenAI and others
+    r"|xox[a-z]-[\w-]{10,}|A[KS]IA[0-9A-Z]{12,}|AIza[\w-]{30,}|ya29\.[\w-]{20,}"  # Slack, AWS, Google
+    r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,})"  # JSON web token
+    r"|://[^/\s:@]+:[^/\s@]+@"  # user:password in an address
+    r"|(?:^|[=\[,:\s'\"])[0-9a-fA-F]{40}(?:$|[\],\s'\"}])"  # W&B, old form
+)
 FOREIGN_WORDS = {  # what the same is called in nanoGPT, Megatron-LM and transformers
     "optimizer.lr": "learning_rate",
     "optimizer.betas": "beta1 beta2",
@@ -220,3 +232,29 @@ def nearest_setting(name: str) -> str | None:
     known = SETTINGS if "." in name else (*SETTINGS, *GROUPS, EXPERIMENT)
     best = BY_WORD.get(leaf) or max(known, key=likeness)
     return best if leaf in BY_WORD or likeness(best) > 0.7 else None
+
+
+def secret_problem(name: str) -> Problem:
+    """The problem with a setting that holds a secret; its value is not shown."""
+    return Problem(name, "(not shown)", "looks like a secret", ADVICE)
+
+
+def secret_name(name: str) -> bool:
+    """Whether a setting of this name would hold a secret. Known settings and slips of them never do."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.lstrip("+~-")).lower()  # accessKeyId
+    leaf = name.rpartition(".")[2]
+    return bool(_SECRET_NAME.search(_HARMLESS.sub("", words))) and all(
+        similarity(leaf, setting.leaf) < 0.85 for setting in SETTINGS.values()
+    )
+
+
+def secret_value(text: str) -> bool:
+    """Whether the text holds something of the form of a known kind of secret."""
+    return bool(_SECRET_VALUE.search(text))
+
+
+def secret_override(text: str) -> bool:
+    """Whether `name=value`, in any form, names or holds a secret; names inside `{name: value}` count too."""
+    name, _, value = text.partition("=")
+    names = re.findall(r"(?<![\w.-])([\w.-]+)\s*:", value.partition("{")[2])
+    return secret_value(text) or any(map(secret_name, (name, *names)))
