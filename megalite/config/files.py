@@ -104,7 +104,7 @@ def as_record(kind: type[Record], found: Any, place: Path | str, remedy: str = R
         return _record(kind, _object(found))
 
 
-def _record(kind: Any, found: dict[str, Any]) -> Any:
+def _record(kind: type[Record], found: dict[str, Any]) -> Record:
     values, kinds = dict[str, Any](), typing.get_type_hints(kind)
     for name, value in ((name, found[name]) for name in kinds if name in found):
         values[name] = _record(kinds[name], _object(value)) if is_dataclass(kinds[name]) else value

@@ -120,11 +120,14 @@ def files_of(arguments: Namespace) -> Files:
     return files
 
 
-def hydra_with(files: Files) -> AbstractContextManager[None]:
+def hydra_with(files: Files) -> AbstractContextManager[Any]:
     """Hydra, initialized with the files for the time of a block; a sweep has done it already."""
     if GlobalHydra.instance().is_initialized():
         return nullcontext()
-    return cast(Any, hydra.initialize_config_dir(_main_folder(files), "pretrain_gpt", **_VERSION_BASE))
+    context: AbstractContextManager[Any] = hydra.initialize_config_dir(
+        _main_folder(files), "pretrain_gpt", **_VERSION_BASE
+    )
+    return context
 
 
 def composed(files: Files, choices: Mapping[str, str]) -> dict[str, Any]:
