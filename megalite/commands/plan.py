@@ -14,9 +14,10 @@ from megalite.commands.command import COUNT, PICTURE, RANKS, WORLD_SIZE, Shown, 
 from megalite.config import parallel_rules as rules
 from megalite.config.arguments import number_from
 from megalite.config.compose import load_config, load_values, names_of
-from megalite.config.derive import derive_vocabulary
+from megalite.config.derive import derive_vocabulary, schedule_request
 from megalite.config.layout import STAGE_NAMES, dense_ranks, stage_settings
 from megalite.config.rule import Case, problems_of
+from megalite.config.settings import with_values
 from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse
 from megalite.layout.ranks import header_lines
 from megalite.layout.stages import stage_layers
@@ -60,16 +61,18 @@ def ranks(options: Namespace, overrides: list[str]) -> Shown:
     named = names_of(overrides := [*overrides, *sizes])
     config = load_values(overrides, sorted(RANKS_READ))
     places_layers = not named.isdisjoint(("model", "model.num_layers", "experiment"))
-    has_experts = options.experts or not named.isdisjoint(("parallel.ep", "parallel.etp"))
-    case = Case(config, options.world_size, has_experts, options.pp_split_rank, LABELS)
-    of_stages = rules.STAGE_RULES if places_layers else ()
-    problems = problems_of(case, (*rules.LAYOUT_RULES, *rules.EXPERT_RULES, *of_stages))
+    experts = config.model.moe.num_experts
+    if not experts and (options.experts or not named.isdisjoint(("parallel.ep", "parallel.etp"))):
+        config = with_values(config, {"model.moe.num_experts": config.parallel.ep})
+    case = Case(config, options.world_size, options.pp_split_rank, LABELS)
+    asked = (*(rules.EXPERT_RULES if experts else ()), *(rules.STAGE_RULES if places_layers else ()))
+    problems = problems_of(case, (*rules.LAYOUT_RULES, *asked))
     settings = stage_settings(config, options.pp_split_rank)
-    if not places_layers and (asked := [name for name in settings.asked if name != "vpp"]):
-        rule = f"is needed by {' and '.join({**STAGE_NAMES, **LABELS}[name] for name in asked)}"
+    if not places_layers and (settled := [name for name in settings.asked if name != "vpp"]):
+        rule = f"is needed by {' and '.join({**STAGE_NAMES, **LABELS}[name] for name in settled)}"
         problems.append(Problem("model.num_layers", NO_VALUE, rule, "model.num_layers=12, or model=NAME"))
     refuse(problems)
-    layout, experts = rules.checked_layout(case), config.model.moe.num_experts
+    layout = rules.checked_layout(case)
     groups, stages = groups_of(layout, experts), stage_layers(settings) if places_layers else ()
     width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
     lines = [*header_lines(layout), *table_lines(groups, layout.world_size, width)]
@@ -90,7 +93,7 @@ def schedule(options: Namespace, overrides: list[str]) -> Shown:
     config = load_values(overrides, SCHEDULE_READ)
     world_size = config.parallel.pp * options.dp
     refuse(problems_of(Case(config, world_size), rules.LAYOUT_RULES + rules.SCHEDULE_RULES))
-    planned = build_schedule(rules.schedule_request(config, world_size))
+    planned = build_schedule(schedule_request(config, world_size))
     flaws = check(planned)
     assert not flaws, "\n".join(map(str, flaws))
     timeline = simulated(planned)

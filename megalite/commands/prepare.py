@@ -84,7 +84,7 @@ def make(config: Config, output: Path, terminal: Terminal) -> Iterator[str]:
 def check(config: Config, terminal: Terminal) -> Iterator[str]:
     """Scan token files; say what they hold."""
     from megalite.data.open import paths_of
-    from megalite.data.token_file import verify
+    from megalite.prepare.tokenizing import verify
 
     for path in paths_of(config.data):
         file = verify(Path(path), config.model.vocab_size, terminal.checking)

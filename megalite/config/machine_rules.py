@@ -19,7 +19,7 @@ from megalite.config.nccl_options import read_nccl_options
 from megalite.config.schema import Config
 from megalite.config.user_files import absolute
 from megalite.errors.problems import Problem, UserError
-from megalite.errors.remedies import nearest
+from megalite.errors.words import nearest
 
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")

@@ -17,7 +17,7 @@ from megalite.config.hydra_files import Files, in_one_line
 from megalite.config.secrecy import secret_name, secret_override, secret_problem, secret_value
 from megalite.config.settings import EXPERIMENT, GROUPS, SETTINGS, leaves, yaml_value
 from megalite.errors.problems import NO_VALUE, Problem, UserError, shortened
-from megalite.errors.remedies import nearest, similarity
+from megalite.errors.words import nearest, similarity
 
 FOREIGN_WORDS = {  # what the same is called in nanoGPT, Megatron-LM and transformers
     "optimizer.lr": "learning_rate",

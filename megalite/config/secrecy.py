@@ -7,7 +7,7 @@ import re
 
 from megalite.config.settings import SETTINGS
 from megalite.errors.problems import Problem
-from megalite.errors.remedies import similarity
+from megalite.errors.words import similarity
 
 ADVICE = "pass secrets in the environment (HF_TOKEN, WANDB_API_KEY), and change one that was typed: logs keep commands"
 # In a name of small letters. Short words count where a word of the name ends in them: APIKEY and PGPASS, not KEYBOARD.

@@ -18,7 +18,7 @@ from typing import Any
 
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem
-from megalite.errors.remedies import nearest
+from megalite.errors.words import nearest
 
 OPEN = (None, "auto")  # values of settings that are left to be derived
 DERIVED = "derived"  # key of a run's config.yaml: the settings in it that nobody gave

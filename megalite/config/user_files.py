@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import yaml  # type: ignore[import-untyped]
 
 from megalite.errors.problems import NO_VALUE, Problem, UnavailableError, UserError
-from megalite.errors.remedies import of_system
+from megalite.errors.words import of_system
 
 RESTORE = "restore it from a copy"
 FAULTS = (OSError, ValueError, yaml.YAMLError, RecursionError, OverflowError)  # what reading and parsing raise

@@ -35,6 +35,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
+from math import isinf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO, get_args
 
@@ -43,7 +44,7 @@ import xxhash
 from megalite.config.durable_files import open_to_append, write_atomically
 from megalite.config.user_files import fits, read_bytes
 from megalite.errors.problems import Problem, UserError, printable
-from megalite.errors.remedies import of_system
+from megalite.errors.words import of_system
 
 if TYPE_CHECKING:
     from megalite.train.setup import Job
@@ -90,6 +91,13 @@ def _is_event(found: Record) -> bool:
     return is_event and 0 <= found["time"] < LATEST and all(len(row) == 2 for row in found.get("about", ()))
 
 
+def _finite(text: str, kind: type = float) -> Any:
+    """A number as JSON writes it. Infinity is written as such: 1e400 is none of ours."""
+    if isinf(float(text)):
+        raise ValueError
+    return kind(text)
+
+
 def _read(is_record: Callable[[Record], bool], path: Path, note: Note = lambda text: None) -> list[Record]:
     """The records of a file, none where there is no file; `note` gets a line about lines that are none."""
     records, bad = list[Record](), list[str]()
@@ -97,27 +105,34 @@ def _read(is_record: Callable[[Record], bool], path: Path, note: Note = lambda t
     for number, line in enumerate(lines, 1):
         found = None
         with suppress(ValueError, RecursionError):
-            found = json.loads(line)
+            found = json.loads(line, parse_float=_finite, parse_int=partial(_finite, kind=int))
         if isinstance(found, dict) and is_record(found):
             records.append(found)
         elif line:
             bad.append(str(number))
     if bad:
-        note(f"{path}: no valid record in line {', '.join(bad[:9])}; left out")
+        note(f"{path}: no valid record in line {', '.join(bad[:9])}{', ...' * (len(bad) > 9)}; left out")
     return records
 
 
 read_metrics, read_events = partial(_read, _is_metrics), partial(_read, _is_event)
 
 
-def seals(folder: Path) -> dict[str, Record]:
-    """Bytes and hash of the files of the record in a run's folder, by name: a checkpoint keeps them."""
-    found: dict[str, Record] = {}
-    for name in (METRICS, EVENTS):
-        with suppress(OSError):  # no record is worth the run
-            content = (folder / name).read_bytes()
-            found[name] = {"bytes": len(content), "hash": xxhash.xxh3_128_hexdigest(content)}
-    return found
+class Seals:
+    """Bytes and hash of the files of the record in a run's folder, by name: a checkpoint keeps them. A call reads what
+    the files have gained since the call before."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._bytes = folder, dict.fromkeys((METRICS, EVENTS), 0)
+        self._hashes = {name: xxhash.xxh3_128() for name in self._bytes}
+
+    def __call__(self) -> dict[str, Record]:
+        for name, hashed in self._hashes.items():
+            with suppress(OSError), open(self._folder / name, "rb") as file:  # no record is worth the run
+                file.seek(self._bytes[name])
+                hashed.update(gained := file.read())
+                self._bytes[name] += len(gained)
+        return {name: {"bytes": self._bytes[name], "hash": self._hashes[name].hexdigest()} for name in self._hashes}
 
 
 def changes(folder: Path, sealed: Mapping[str, Any], step: int) -> list[str]:

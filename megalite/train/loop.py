@@ -7,6 +7,8 @@ start makes up for the evaluation.
 """
 
 import gc
+import gzip
+import tempfile
 import threading
 import time
 from collections import deque
@@ -14,11 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import takewhile
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from megalite.config.durable_files import write_atomically
 from megalite.config.step_plan import planned_steps
 from megalite.data.batches import StepBatches, TrainBatches, validation_batches
 from megalite.errors.problems import UserError, refuse
@@ -257,9 +261,11 @@ def profiled_step(job: Job, step: int) -> Iterator[None]:
     path = job.folder.path / PROFILES / f"step-{step:08d}-rank-{job.context.rank:05d}"
     try:
         path.parent.mkdir(exist_ok=True)
-        record.export_chrome_trace(f"{path}.trace.json.gz")
+        with tempfile.TemporaryDirectory(prefix="megalite-") as folder:
+            record.export_chrome_trace(trace := f"{folder}/trace.json")
+            write_atomically(path.with_suffix(".trace.json.gz"), gzip.compress(Path(trace).read_bytes(), 5))
         table = record.key_averages().table(sort_by=f"self_{'device' if cuda else 'cpu'}_time_total", row_limit=ROWS)
-        path.with_suffix(".txt").write_text(f"{table}\n")
+        write_atomically(path.with_suffix(".txt"), f"{table}\n".encode())
     except OSError as error:
         job.log.note(f"warning: the profile of step {step} could not be kept: {error}")
     else:

@@ -20,8 +20,7 @@ from megalite.data.open import TokenFiles, note_changed_files
 from megalite.errors.problems import Problem, UserError, collect, to_stderr
 from megalite.errors.words import several
 from megalite.launch.context import ParallelContext, all_ranks_or_raise
-from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.host import end_compile_workers
+from megalite.launch.environment import ProcessEnvironment, end_compile_workers
 from megalite.launch.signals import StopSignals, stop_request
 from megalite.launch.watchdog import Doing, Watchdog, find_cause, is_broken_link
 from megalite.train.build import ReadWeights, open_context
@@ -54,14 +53,15 @@ class StatusFile:
         begins, self.state, self._step = not self.state, state, self._step if step is None else step
         if begins:
             self._first, self._trains_s = self._step, time.time()
+        if self._path is None:
+            return
         status = {"state": state, "step": self._step, **self._fixed, **({"by": by} if by else {})}
         if job_began := os.environ.get(JOB_BEGAN):
             gained = self._step - self._first
             status |= {"gained": gained, "start_up_s": round(self._trains_s - float(job_began), 1)}
             status["step_s"] = round((time.time() - self._trains_s) / gained, 3) if gained else None
         try:
-            if self._path is not None:
-                write_atomically(self._path, (json.dumps(status) + "\n").encode(), STATUS)
+            write_atomically(self._path, (json.dumps(status) + "\n").encode(), STATUS)
         except OSError as error:
             if begins:  # later the script sees the old state, and the run is saved
                 self.state, remedy = "", "a file in a folder where you may write, on a disk with room"

@@ -38,7 +38,7 @@ from megalite.model.routers import Routers
 from megalite.optim.optimizer import slices_of
 from megalite.optim.rank_buffers import bytes_of_element
 from megalite.train.build import Training
-from megalite.train.history import seals
+from megalite.train.history import Seals
 from megalite.train.metrics import StepMetrics
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ class Saver:
 
     def __init__(self, job: "Job", saved: Callable[[int], object]) -> None:
         """`saved` is called with the step of each checkpoint that is complete."""
-        self._job, self._saved = job, saved
+        self._job, self._saved, self._seals = job, saved, Seals(job.folder.path)
         self.saved_step = job.resumed_from  # of the newest complete checkpoint, when no save is under way
         self._tried_step = job.resumed_from
         self._background = BackgroundSaves(job.context) if job.config.checkpoint.asynchronous else None
@@ -216,7 +216,8 @@ class Saver:
     def _writer(self, step: int) -> Callable[[Sequence[Piece], ParallelContext], Saved]:
         """The function that writes the checkpoint of this very step, whenever it is called."""
         folder, keep, applied = self._job.folder, self._job.config.checkpoint.keep, self._job.progress.last_applied
-        state = asdict(state_of(self._job))
+        seals = {"record": self._seals()} if self._job.context.rank == 0 else {}
+        state = asdict(state_of(self._job)) | seals
         how: dict[str, Any] = {"labels": folder.labels, "lost": folder.lost, "good_before": applied}
 
         def write(pieces: Sequence[Piece], context: ParallelContext) -> Saved:
@@ -252,13 +253,12 @@ def advice(folder: RunFolder, context: ParallelContext, applied: int) -> str:
 
 def state_of(job: "Job") -> SavedState:
     """The JSON part of a checkpoint."""
-    scale, layout, is_first = job.training.loss_scale, job.context.layout, job.context.rank == 0
+    scale, layout = job.training.loss_scale, job.context.layout
     return SavedState(
         job.progress,
         DataState(job.data.fingerprint, job.data.description),
         as_plain(job.config),
         loss_scale=None if scale is None else scale.state.tolist(),
         tokenizer=job.tokenizer_files,
-        record=seals(job.folder.path) if is_first else {},
         layout={axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "world_size")},
     )

@@ -146,8 +146,8 @@ BROKEN = [
     ("num_experts=8 ep=4 pp=2 order=tp-ep-pp-dp", 8, "order", "1 ranks apart for dense layers, 4 for experts"),
     # steps
     ("batch_ramp=[4]", 1, "batch_ramp", "must be three whole numbers"),
-    ("batch_ramp=[8,1,90]", 1, "batch_ramp", "must start below train.global_batch_size=8"),
-    ("batch_ramp=[4,3,100]", 1, "batch_ramp", "steps of 3 do not lead from 4 to train.global_batch_size=8"),
+    ("batch_ramp=[8,1,90]", 1, "batch_ramp", "must lead from 8 to train.global_batch_size=8"),
+    ("batch_ramp=[4,3,100]", 1, "batch_ramp", "steps of 3 must lead from 4 to train.global_batch_size=8"),
     ("batch_ramp=[2,2,100]", 4, "batch_ramp", "has batches of 2 sequences"),
     ("batch_ramp=[4,2,100] global_batch_size=16 micro_batch_size=2", 2, "batch_ramp", "has batches of 6 sequences"),
     (f"{EIGHT} {ONES} batch_ramp=[2,2,100]", 4, "batch_ramp", "has batches of 2 microbatches"),

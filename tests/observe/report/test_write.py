@@ -160,7 +160,7 @@ def test_a_report_says_what_it_leaves_out(tmp_path: Path) -> None:
     lines = (run / "metrics.jsonl").read_text().splitlines()
     by_step = [line for line in lines if '"val_loss"' not in line]
     repeated = [json.dumps({**json.loads(by_step[1]), "loss": 7.0}), by_step[0]]
-    content = "\n".join([*by_step[2:], *by_step[:2], '{"step": 9, "loss": "low"}', *repeated]).encode()
+    content = "\n".join([*by_step[2:], *by_step[:2], '{"step": 9, "loss": 1e400}', *repeated]).encode()
     (run / "metrics.jsonl").write_bytes(content + b'\n{"step": 10, "loss": 1.0, "\xff": 1}\n{"step": 11, "lo')
     with (run / "events.jsonl").open("a") as file:
         file.write('[1, 2]\n{"step": 41, "ki')
