@@ -32,8 +32,7 @@ from torch._C._distributed_c10d import FileStore  # torch.distributed exports it
 from megalite.config.files import FIGURES, write_atomically
 from megalite.config.schema import Config
 from megalite.context_parallel import exchange
-from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.host import set_variables
+from megalite.launch.environment import ProcessEnvironment, set_variables
 from megalite.moe import balance, dispatch
 from megalite.moe.layer import MoELayer
 from megalite.train.build import open_context

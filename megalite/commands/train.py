@@ -11,8 +11,7 @@ import time
 
 from megalite.config.schema import Config
 from megalite.errors.problems import REFUSED, Problem, UserError, collect, open_closed_streams, refuse, to_stderr
-from megalite.launch.environment import ProcessEnvironment, claimed_rank, first_of_node, read_environment
-from megalite.launch.host import set_variables
+from megalite.launch.environment import ProcessEnvironment, claimed_rank, first_of_node, read_environment, set_variables
 from megalite.launch.signals import INTERRUPTED, StopSignals, die_with_launcher, ignore_stop_signals
 
 WAIT_FOR_RANK_ZERO_S = 5.0  # torchrun ends all ranks when the first one exits: rank 0 must have printed by then

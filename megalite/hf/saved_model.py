@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.commit import CHECKPOINTS
-from megalite.checkpoint.pieces import Piece
+from megalite.checkpoint.manifest import Piece
 from megalite.checkpoint.reading import Found, newest
 from megalite.checkpoint.run_folder import TOKENIZER, check_tokenizer
 from megalite.config.derive import derive_model

@@ -23,7 +23,7 @@ from megalite.data.token_file import TokenFile, dtype_for, read_facts, with_suff
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UnavailableError, UserError, collect, collect_all, refuse
 from megalite.errors.words import of_system
-from megalite.launch.host import allow_open_files, usable_cores
+from megalite.launch.environment import allow_open_files, usable_cores
 from megalite.prepare.hub import TOKENIZER_FILES, tokenizer_folder
 from megalite.prepare.made_tokenizers import bpe_tokenizer, byte_tokenizer, char_tokenizer
 from megalite.prepare.reading import Shard, pieces
