@@ -29,7 +29,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config import files
@@ -114,7 +114,7 @@ def _load(arguments: Namespace, ranks: int, words: Sequence[str]) -> Config:
 
 def _ranks(config: DictConfig) -> int:
     """The ranks of a point; what is no number from 1 is refused with the rest."""
-    count = OmegaConf.select(config, "sweep.nproc_per_node")
+    count = config.sweep.nproc_per_node if "sweep" in config else 1
     return count if isinstance(count, int) and count > 1 else 1
 
 
