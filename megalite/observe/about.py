@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megalite import __version__
-from megalite.config.durable_files import REPORT
+from megalite.config.files import REPORT
 from megalite.config.step_plan import batch_ramp
 from megalite.errors.words import several
 from megalite.launch.device import name_of

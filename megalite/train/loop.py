@@ -23,7 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megalite.checkpoint.run_folder import RunFolder
-from megalite.config.durable_files import write_atomically
+from megalite.config.files import write_atomically
 from megalite.config.schema import Config
 from megalite.config.step_plan import planned_steps
 from megalite.data.batches import StepBatches, TrainBatches, validation_batches

@@ -18,7 +18,7 @@ import torch
 
 from megalite.checkpoint.reading import newest
 from megalite.checkpoint.run_folder import RunFolder, keep_tokenizer, require_room
-from megalite.config.durable_files import private_files
+from megalite.config.files import private_files
 from megalite.config.layout import exchange_of
 from megalite.config.schema import Config
 from megalite.config.settings import DERIVED, OPEN, as_plain, value_of, with_values
@@ -158,7 +158,7 @@ def set_up(
                 size = state_bytes(training, context)
                 rank0_broadcast(context, lambda: require_room(folder.checkpoints, size))
             derived = [name for name in config.derived if value_of(config, name) not in OPEN]
-            folder.begin(context, as_plain(config) | {DERIVED: derived})
+            rank0_broadcast(context, lambda: folder.begin(as_plain(config) | {DERIVED: derived}))
         if (tokenizer := data.tokenizer) is not None:  # mended even if the run is over
             known, path = job.tokenizer_files, folder.path
             job.tokenizer_files = rank0_broadcast(context, lambda: keep_tokenizer(path, tokenizer.files(), known))

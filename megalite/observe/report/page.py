@@ -20,8 +20,15 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from megalite.config.durable_files import COMPARISON, REPORT, Kind, output_problems, private_files, write_atomically
-from megalite.config.user_files import as_record
+from megalite.config.files import (
+    COMPARISON,
+    REPORT,
+    Kind,
+    as_record,
+    output_problems,
+    private_files,
+    write_atomically,
+)
 from megalite.errors.problems import Problem, UserError, collect, collect_all, printable
 from megalite.errors.words import plain
 from megalite.layout.ranks import ParallelLayout
