@@ -110,5 +110,5 @@ def run_hydra(words: Sequence[str], function: Callable[[Any], Any], arguments: N
 
 def in_one_line(error: Exception) -> str:
     """The message of an error of Hydra or OmegaConf, without the notes on where it has searched."""
-    said = str(error).partition("\n    full_key")[0].partition("Config search path")[0]
+    said = (str(error) or str(error.__cause__)).partition("\n    full_key")[0].partition("Config search path")[0]
     return shortened(" ".join(said.split()) or type(error).__name__)

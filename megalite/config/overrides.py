@@ -44,7 +44,7 @@ FOREIGN_WORDS = {  # what the same is called in nanoGPT, Megatron-LM and transfo
     "run_dir": "output_dir",
 }
 BY_WORD = {word: name for name, words in FOREIGN_WORDS.items() for word in words.split()}
-PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[a-z_./][\w./-]*", re.ASCII | re.IGNORECASE)  # a text everywhere
+PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[a-z_/][\w./-]*", re.ASCII | re.IGNORECASE)  # a text everywhere
 
 
 class Override(NamedTuple):
