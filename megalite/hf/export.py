@@ -19,11 +19,10 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megalite.config.durable_files import draft_of, sync_folder
+from megalite.config.files import draft_of, refusing, sync_folder
 from megalite.config.model_folder import settings_of
 from megalite.config.schema import ModelConfig
 from megalite.config.settings import yaml_value
-from megalite.config.user_files import refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.hf.families import FAMILIES
 from megalite.hf.families.family import Family

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megalite.config.files import read_object
 from megalite.config.model_folder import (
     SETTING,
     folder_problem,
@@ -26,7 +27,6 @@ from megalite.config.model_folder import (
 )
 from megalite.config.schema import ModelConfig
 from megalite.config.settings import yaml_value
-from megalite.config.user_files import read_object
 from megalite.errors.problems import Problem, UserError, refuse
 from megalite.hf.families import FAMILIES
 from megalite.hf.families.family import Family, differences

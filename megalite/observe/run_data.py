@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from megalite.checkpoint.commit import CHECKPOINTS, STATE, committed
+from megalite.config.files import read_object, read_yaml, refusing
 from megalite.config.settings import DERIVED, leaves
-from megalite.config.user_files import read_object, read_yaml, refusing
 from megalite.errors.problems import Problem, UserError
 from megalite.train.history import ENDS, EVENTS, METRICS, STEP_PARTS, changes, read_events, read_metrics
 

@@ -21,11 +21,10 @@ from textwrap import indent
 from threading import Thread
 from typing import Any, Literal
 
-from megalite.config.durable_files import write_atomically
+from megalite.config.files import read_object, write_atomically
 from megalite.config.machine_rules import asked_mode, is_installed
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain
-from megalite.config.user_files import read_object
 from megalite.errors.words import several
 from megalite.train.history import ENDS, Note
 

@@ -24,7 +24,6 @@ from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, value_of, with_values, yaml_value
 from megalite.context_parallel.exchange import CpGroups, Waiting
 from megalite.errors.problems import Problem, UserError, collect
-from megalite.launch import startup
 from megalite.launch.context import CPU, ParallelContext, all_ranks_or_raise
 from megalite.launch.device import (
     check_fp8,
@@ -35,6 +34,8 @@ from megalite.launch.device import (
     use_attention,
 )
 from megalite.launch.environment import ProcessEnvironment
+from megalite.launch.startup import join, meet
+from megalite.launch.watchdog import after_report_s
 from megalite.layout.buffer_layout import Kind
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.sequence import CpShard
@@ -123,18 +124,11 @@ def open_context(config: Config, environment: ProcessEnvironment, store: Store |
     values = {name: value_of(config, name) for name in SETTINGS if name not in OF_A_MACHINE}
     plan = {name: yaml_value(value) for name, value in values.items() if value != SETTINGS[name].default}
     plan |= {"device": device.type, "precision": name_of(dtype), "parallel.nccl_options": str(nccl)}
-    return startup.start(
-        environment,
-        layout_of(config, environment.world_size),
-        device,
-        dtype,
-        problems=problems,
-        plan=plan,
-        timeout_s=axes.startup_timeout_s,
-        needs=needs_of(config),
-        nccl=nccl,
-        store=store,
-    )
+    timeout_s, layout = axes.startup_timeout_s, layout_of(config, environment.world_size)
+    store = meet(environment, device, problems, plan, timeout_s=timeout_s, store=store)
+    assert layout is not None, "a rank with problems has been refused"
+    place, timeout_s = (layout, environment.rank, device, dtype, store), after_report_s(timeout_s)
+    return join(*place, timeout_s=timeout_s, needs=needs_of(config), nccl=nccl)
 
 
 def needs_of(config: Config) -> GroupNeeds:

@@ -41,8 +41,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO, get_args
 
 import xxhash
 
-from megalite.config.durable_files import open_to_append, write_atomically
-from megalite.config.user_files import fits, read_bytes
+from megalite.config.files import fits, open_to_append, read_bytes, write_atomically
 from megalite.errors.problems import Problem, UserError, printable
 from megalite.errors.words import of_system
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megalite.config.durable_files import write_atomically
+from megalite.config.files import write_atomically
 from megalite.config.step_plan import planned_steps
 from megalite.data.batches import StepBatches, TrainBatches, validation_batches
 from megalite.errors.problems import UserError, refuse

@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megalite.config.durable_files import STATUS, private_files, write_atomically
+from megalite.config.files import STATUS, absolute, private_files, write_atomically
 from megalite.config.schema import Config
-from megalite.config.user_files import absolute
 from megalite.data.open import TokenFiles, note_changed_files
 from megalite.errors.problems import Problem, UserError, collect, to_stderr
 from megalite.errors.words import several
 from megalite.launch.context import ParallelContext, all_ranks_or_raise
-from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.host import end_compile_workers
+from megalite.launch.environment import ProcessEnvironment, end_compile_workers
 from megalite.launch.signals import StopSignals, stop_request
 from megalite.launch.watchdog import Doing, Watchdog, find_cause, is_broken_link
 from megalite.train.build import ReadWeights, open_context

@@ -23,15 +23,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.background import BackgroundSaves
 from megalite.checkpoint.commit import STATE, committed
-from megalite.checkpoint.pieces import Piece, boxes
+from megalite.checkpoint.manifest import Piece, boxes
 from megalite.checkpoint.reading import Found
 from megalite.checkpoint.run_folder import RunFolder
-from megalite.checkpoint.store import CheckpointError, Saved, save
+from megalite.checkpoint.store import BackgroundSaves, CheckpointError, Saved, save
+from megalite.config.files import as_record
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain
-from megalite.config.user_files import as_record
 from megalite.launch.context import ParallelContext, rank0_broadcast
 from megalite.layout.buffer_layout import OwnedRange
 from megalite.model.parameters import gpt_parameters

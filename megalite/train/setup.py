@@ -127,7 +127,7 @@ def set_up(
             if job.progress.step < config.train.steps:
                 rank0_broadcast(context, lambda: require_room(folder.checkpoints, state_bytes(config)))
             derived = [name for name in config.derived if value_of(config, name) not in OPEN]
-            folder.begin(context, as_plain(config) | {DERIVED: derived})
+            rank0_broadcast(context, lambda: folder.begin(as_plain(config) | {DERIVED: derived}))
         if tokenizer is not None:  # mended even if the run is over
             known = job.tokenizer_files
             job.tokenizer_files = rank0_broadcast(context, lambda: keep_tokenizer(path, tokenizer.files(), known))

@@ -12,7 +12,7 @@ import pytest
 import xxhash
 
 import pretrain_gpt
-from megalite.config.durable_files import OWN
+from megalite.config.files import OWN
 from megalite.observe.report.write import write_report
 from megalite.train.history import read_events
 from tests.bad_input.launching import SMALL, TOKENS, copy_of_run, refused, tree, write_corpus

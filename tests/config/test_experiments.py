@@ -7,7 +7,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from megalite.config.compose import load_config
-from megalite.config.hydra_files import CONF
+from megalite.config.overrides import CONF
 from megalite.config.settings import GROUPS, value_of
 from megalite.config.step_plan import batch_ramp
 from megalite.model.parameters import gpt_parameters

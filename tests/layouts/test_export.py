@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.checkpoint.pieces import Piece
+from megalite.checkpoint.manifest import Piece
 from megalite.config.derive import derive_vocabulary
 from megalite.config.schema import Config
 from megalite.data.open import open_data

@@ -18,8 +18,7 @@ import pytest
 import megalite.train.loop as loop_module
 import megalite.train.saving as saving_module
 from megalite.checkpoint import store
-from megalite.checkpoint.background import BackgroundSaves
-from megalite.checkpoint.store import CheckpointError
+from megalite.checkpoint.store import BackgroundSaves, CheckpointError
 from megalite.config.compose import load_config
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem, UserError

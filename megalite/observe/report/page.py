@@ -16,7 +16,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from megalite.config.user_files import as_record
+from megalite.config.files import as_record
 from megalite.errors.problems import UserError, printable
 from megalite.errors.words import plain
 from megalite.layout.ranks import ParallelLayout

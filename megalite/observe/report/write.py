@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from megalite.config.durable_files import COMPARISON, REPORT, Kind, output_problems, private_files, write_atomically
+from megalite.config.files import COMPARISON, REPORT, Kind, output_problems, private_files, write_atomically
 from megalite.errors.problems import Problem, UserError, collect, collect_all
 from megalite.observe.report.page import render
 from megalite.observe.run_data import RunData, read_run
