@@ -37,10 +37,10 @@ class Command(NamedTuple):
         end = "OVERRIDES are those of pretrain_gpt.py (docs/configuration.md). Exit status 2: refused."
         kind = argparse.RawDescriptionHelpFormatter
         parser = Parser(description=about, epilog=end, formatter_class=kind, allow_abbrev=False)
-        one_of = parser.add_mutually_exclusive_group()
+        worlds = {"--world-size", "--dp"} & {names[0] for names, settings in self.options if "required" not in settings}
+        one_of = parser.add_mutually_exclusive_group() if worlds else parser  # an empty group has no usage
         for names, settings in self.options:
-            is_world = names[0] in ("--world-size", "--dp") and "required" not in settings
-            (one_of if is_world else parser).add_argument(*names, **settings)
+            (one_of if names[0] in worlds else parser).add_argument(*names, **settings)
         parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} [OVERRIDES ...]"
         return parser.parse_known_args(arguments)
 
