@@ -20,7 +20,7 @@ import shutil
 import time
 from pathlib import Path
 
-from megalite.config.durable_files import sync_folder
+from megalite.config.files import sync_folder
 
 CHECKPOINTS = "checkpoints"  # of a run folder
 STATE = "state.json"  # of a checkpoint

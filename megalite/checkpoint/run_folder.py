@@ -28,17 +28,18 @@ import yaml  # type: ignore[import-untyped]
 from megalite.checkpoint.commit import CHECKPOINTS, committed, recover
 from megalite.checkpoint.manifest import digest
 from megalite.checkpoint.reading import Found, inspect
-from megalite.config.durable_files import (
+from megalite.config.files import (
     LOCK,
     OWN,
     RUN,
     open_to_append,
+    read_bytes,
+    read_object,
     run_dir_problems,
     sync_folder,
     write_atomically,
 )
 from megalite.config.settings import leaves, yaml_value
-from megalite.config.user_files import read_bytes, read_object
 from megalite.errors.problems import Problem, UserError, refuse
 from megalite.errors.words import plain
 from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast

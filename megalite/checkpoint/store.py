@@ -32,7 +32,7 @@ from torch import Tensor
 from megalite.checkpoint import commit
 from megalite.checkpoint.commit import STATE, step_name
 from megalite.checkpoint.manifest import DTYPES, MANIFEST, Manifest, Piece, StoredBox, StoredTensor, digest
-from megalite.config.durable_files import write_new
+from megalite.config.files import write_new
 from megalite.launch.context import ParallelContext, StorageFailure, all_ranks_or_raise, rank0_broadcast
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -8,12 +8,10 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml  # type: ignore[import-untyped]
-from omegaconf import OmegaConf
 
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS, as_plain, leaves, value_of, with_values, yaml_value
+from megalite.config.settings import SETTINGS, as_plain, leaves, value_of, with_values
 
 ROOT = Path(__file__).parents[2]
 OTHER_VALUES = {
@@ -41,15 +39,6 @@ def test_every_setting_is_written_read_and_changed_by_its_name() -> None:
         assert reduce(dict.__getitem__, name.split("."), plain) == other(name)
         assert leaves(plain).keys() == SETTINGS.keys()
         assert with_values(Config(), leaves(yaml.safe_load(yaml.safe_dump(plain)))) == changed
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, "null"), (True, "true"), (1e-8, "1.0e-8"), (2.5e-07, "2.5e-7"), (0.1, "0.1"), ([0.9, 0.95], "[0.9,0.95]")],
-)
-def test_values_are_written_as_yaml_reads_them(value: object, text: str) -> None:
-    assert yaml_value(value) == text
-    assert OmegaConf.create(f"x: {text}").x == value
 
 
 def test_conf_and_the_docs_say_what_the_schema_says(tmp_path: Path) -> None:
