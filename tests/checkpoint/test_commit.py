@@ -119,7 +119,7 @@ def test_an_old_one_that_cannot_be_deleted_or_listed_does_not_fail_the_save(
 def test_a_complete_checkpoint_is_never_written_over(tmp_path: Path) -> None:
     save_plain(tmp_path, 3)
     before = files_below(tmp_path)
-    with pytest.raises(CheckpointError, match="step 3 was not saved: .*Directory not empty"):
+    with pytest.raises(CheckpointError, match=r"step 3 was not saved: .*Directory not empty"):
         save_plain(tmp_path, 3)
     assert files_below(tmp_path) == before
 
