@@ -175,7 +175,7 @@ class RunFolder:
             return "", []
         # Before all ranks verify the checkpoints: the newest whose JSON is intact says what the run was started with.
         looked_at = (inspect(checkpoint, ParallelContext(), json_only=True) for checkpoint in checkpoints)
-        saved = next((found.state["config"] for found in looked_at if isinstance(found, Found)), {})
+        saved: dict[str, Any] = next((found.state["config"] for found in looked_at if isinstance(found, Found)), {})
         problems, changes = compare(saved, config)
         if (before := run.get("data_fingerprint")) != fingerprint:
             rule = f"data or tokenizer differ from the run's (fingerprint {before})"
