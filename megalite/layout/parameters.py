@@ -33,7 +33,7 @@ class Split:
 
 @dataclass(frozen=True)
 class ParameterRecord:
-    """One logical parameter. Those `of_experts` hold one matrix of all experts of a layer, [experts, ...]."""
+    """One logical parameter, or with `of_experts` the matrices of all experts of a layer: [experts, ...]."""
 
     name: str  # of the `torch.nn.Parameter` in the whole model, with the global layer index: blocks.11.mlp.up.weight
     shape: tuple[int, ...]
