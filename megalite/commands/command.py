@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from megalite.config.arguments import Parser, number_from
 from megalite.errors.problems import REFUSED, UserError, collect, open_closed_streams, refuse, to_stderr
-from megalite.observe.screens import print_lines
+from megalite.observe.readable import print_lines
 from megalite.plan.picture import Picture, picture_problems, save_picture
 
 ONE_OF = {"--world-size", "--dp"}  # options that exclude each other

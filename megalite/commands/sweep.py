@@ -40,8 +40,8 @@ from megalite.config.schema import Config
 from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse, to_stderr
 from megalite.launch.environment import read_environment
 from megalite.launch.signals import PATIENCE, STOP_SIGNALS
-from megalite.observe.report.write import write_report
-from megalite.observe.screens import print_lines
+from megalite.observe.readable import print_lines
+from megalite.observe.report.page import write_report
 from megalite.train.history import read_metrics
 
 MOST_NAMED = 4  # settings in the name of a folder

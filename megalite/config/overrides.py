@@ -33,7 +33,7 @@ from megalite.errors.words import nearest, similarity
 PACKAGE = Path(__file__).resolve().parents[1]
 CONF = folder if (folder := PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # of a wheel; of a checkout
 MEND = "mend the file, or choose another; see docs/configuration.md"
-PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[a-z_./][\w./-]*", re.ASCII | re.IGNORECASE)  # a text everywhere
+PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[a-z_/][\w./-]*", re.ASCII | re.IGNORECASE)  # a text everywhere
 _VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}  # Hydra 1.4 warns of it
 
 # Named by conf/config.yaml and copies of it; what is no setting is refused here.
@@ -157,7 +157,7 @@ def run_hydra(words: Sequence[str], function: Callable[[Any], Any], files: Files
 
 def in_one_line(error: Exception) -> str:
     """The message of an error of Hydra or OmegaConf, without the notes on where it has searched."""
-    said = str(error).partition("\n    full_key")[0].partition("Config search path")[0]
+    said = (str(error) or str(error.__cause__)).partition("\n    full_key")[0].partition("Config search path")[0]
     return shortened(" ".join(said.split()) or type(error).__name__)
 
 

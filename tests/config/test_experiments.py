@@ -104,3 +104,5 @@ def test_a_recipe_that_builds_on_another_keeps_the_files_that_it_chooses(tmp_pat
     assert (config.data.source, config.tokenizer, config.train.steps) == ("text", "char", 900)
     mine.write_text("# @package _global_\ndefaults: [shakespeare_char, override /data: tokens]\ntokenizer: byte\n")
     assert load_config(command, 1).data.source == "tokens"
+    mine.write_text('# @package _global_\ntrain: {steps: "${"}\n')
+    assert re.search(r"experiment=mine.*: no viable alternative at input", str(refusal(*command)))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -216,6 +216,7 @@ VALUES = st.recursive(
 
 
 @given(value=VALUES)
+@example(value=".5")
 def test_an_override_holds_exactly_the_value(value: object) -> None:
     parsed = OverridesParser.create().parse_override(f"data.path={as_override(value)}").value()
     assert OmegaConf.to_container(OmegaConf.create({"it": parsed}), resolve=True) == {"it": value}
