@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megalite.config.durable_files import write_atomically
+from megalite.config.files import read_object, write_atomically
 from megalite.config.schema import Config, DataConfig
-from megalite.config.user_files import read_object
 from megalite.data.samples import IntArray, Part, SampleSource, integer_weights
 from megalite.data.token_file import HASH_WHOLE, TokenFile, with_suffix
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
