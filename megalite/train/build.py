@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from megalite.config.schedule_rules import ScheduleRequest
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, value_of, with_values, yaml_value
 from megalite.context_parallel.exchange import CpGroups, Waiting
+from megalite.data.batches import DataShare
 from megalite.errors.problems import Problem, UserError, collect
 from megalite.launch import startup
 from megalite.launch.context import CPU, ParallelContext, all_ranks_or_raise
@@ -210,11 +210,10 @@ def context_ranks(config: Config, context: ParallelContext, waiting: Waiting = n
     return CpGroups(alltoall, ring, exchange_of(config).gathers, sharing, waiting)
 
 
-def data_share(config: Config, context: ParallelContext) -> dict[str, Any]:
-    """The part of each global batch that this rank reads: arguments of the functions that read batches."""
+def data_share(config: Config, context: ParallelContext) -> DataShare:
+    """The part of each global batch that this rank reads."""
     cp = context_ranks(config, context)
-    sequence = CpShard() if cp is None else cp.share
-    return {"dp_rank": context.index("dp"), "dp_size": context.size("dp"), "sequence": sequence}
+    return DataShare(context.index("dp"), context.size("dp"), CpShard() if cp is None else cp.share)
 
 
 def fill_with_start_values(buffers: TrainingBuffers, config: Config, context: ParallelContext) -> None:
