@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megalite.config.user_files import as_record, read_object, refusing
+from megalite.config.files import as_record, read_object, refusing
 from megalite.errors.problems import Problem, UserError
 from megalite.errors.words import several
 

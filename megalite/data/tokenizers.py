@@ -20,8 +20,7 @@ import numpy as np
 import xxhash
 from tokenizers import Tokenizer, pre_tokenizers
 
-from megalite.config.durable_files import write_atomically
-from megalite.config.user_files import read_object, read_text, refusing
+from megalite.config.files import read_object, read_text, refusing, write_atomically
 from megalite.data.samples import IntArray
 from megalite.errors.problems import Problem, UserError
 

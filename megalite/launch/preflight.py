@@ -17,9 +17,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,13 +26,9 @@ import torch
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore
 
-from megalite.errors.problems import Problem, UserError, refuse
-from megalite.launch.context import ParallelContext
-from megalite.launch.device import set_threads
-from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.rendezvous import RankInfo, gpu_id, listed, rendezvous
-from megalite.launch.startup import code_fingerprint
-from megalite.layout.ranks import ParallelLayout
+from megalite.errors.problems import Problem, UserError
+from megalite.launch.context import ParallelContext, answers, listed
+from megalite.launch.startup import code_fingerprint, gpu_id
 
 INSIDE, ACROSS, CLOCK, ERROR, LINK = "inside, GB/s", "across, GB/s", "clock, s", "error", "link to "
 LEAST = {  # share of the median below which a node is slow; disks are shared and uneven
@@ -51,20 +44,6 @@ DISK_BYTES = 32 << 20
 LINK_S, HANG_S, WAIT_S = 30.0, 60.0, 120.0  # for a link; for a rank's own measures; for the slowest rank, at each step
 
 Measures = Mapping[str, Any]
-
-
-def meet(
-    environment: ProcessEnvironment, device: torch.device, problems: Sequence[Problem], *, timeout_s: float
-) -> ParallelContext:
-    """A context without process groups. Unlike those of `startup.start` its ranks may differ in torch, code and device,
-    and share a GPU. Raises one UserError, alike on all ranks, that holds the problems of all."""
-    set_threads(environment)
-    if environment.world_size == 1:
-        refuse(problems)
-        return ParallelContext(device=device)
-    info = replace(RankInfo.of(environment.rank, device, {}, problems), gpu=None)  # `preflight` compares them
-    store = rendezvous(environment, info, timeout_s=timeout_s)
-    return ParallelContext(ParallelLayout(dp=environment.world_size), environment.rank, device, store=store)
 
 
 def look_at_nodes(context: ParallelContext, run_dir: Path) -> list[str]:
@@ -171,11 +150,7 @@ class _Roll:
         store = PrefixStore(f"preflight/{step}", self.context.store)
         store.set(str(self.context.rank), json.dumps(value))
         if self.context.rank == 0:
-            keys = [str(rank) for rank in self.there]
-            with suppress(RuntimeError):
-                store.wait(keys, timedelta(seconds=WAIT_S))
-            came = [key for key in keys if store.check([key])]
-            store.set("all", json.dumps([[int(key), json.loads(store.get(key))] for key in came]))
+            store.set("all", json.dumps([*answers(store, self.there, WAIT_S).items()]))
         elif to_first:
             return {}
         store.wait(["all"], timedelta(seconds=2 * WAIT_S))  # rank 0 may come late, and then wait for others
@@ -231,48 +206,44 @@ def _measure_links(own: dict[str, Any], roll: _Roll, here: str, nodes: Mapping[s
             ranks = nodes[one] if one == other else [nodes[one][0], nodes[other][0]]
             if roll.context.rank in ranks and len(ranks) > 1 and {*ranks} <= {*roll.there}:
                 figure, name = (INSIDE if one == other else ACROSS), f"{LINK}{other if one == here else one}"
-                speed = _in_time(partial(_all_reduce, roll.context, (one, other), ranks), LINK_S, own, name) or 0.0
-                own[figure] = max(own.get(figure, 0.0), speed)
+                own.setdefault(figure, 0.0)
+                _in_time(partial(_all_reduce, own, figure, roll.context, (one, other), ranks), LINK_S, own, name)
         roll.call(f"links {number}")
 
 
-def _all_reduce(context: ParallelContext, ends: tuple[str, str], ranks: Sequence[int]) -> float:
-    """GB/s of a group that its members alone make, outside of torch's world."""
-    clone = context.store.clone()  # type: ignore[union-attr]  # a connection that may hang
-    store, rank, cuda = (
-        PrefixStore(f"preflight/{ends}", clone),
-        ranks.index(context.rank),
-        context.device.type == "cuda",
-    )
+def _all_reduce(
+    own: dict[str, Any], figure: str, context: ParallelContext, ends: tuple[str, str], ranks: Sequence[int]
+) -> None:
+    """Note the GB/s of a group that its members alone make, outside of torch's world."""
+    store = PrefixStore(f"preflight/{ends}", context.store.clone())  # type: ignore[union-attr]  # which may hang
+    rank, size, cuda = ranks.index(context.rank), len(ranks), context.device.type == "cuda"
     if cuda:
         torch.cuda.set_device(context.device)  # of this thread
         nccl: Any = torch.distributed.ProcessGroupNCCL
-        group = nccl(store, rank, len(ranks), nccl.Options())
+        group = nccl(store, rank, size, nccl.Options())
     else:
-        group = ProcessGroupGloo(store, rank, len(ranks), timedelta(seconds=LINK_S))
+        group = ProcessGroupGloo(store, rank, size, timedelta(seconds=LINK_S))
     content = torch.ones((256 << 20) if cuda else (8 << 20), device=context.device, dtype=torch.uint8)
     took = [seconds(lambda: group.allreduce([content]).wait(), context.device, 0.0) for _ in range(20)]
     group.shutdown()
-    return content.numel() / statistics.median(took[1:]) / 1e9
+    own[figure] = max(own[figure], content.numel() / statistics.median(took[1:]) / 1e9)
 
 
-def _in_time(action: Callable[[], Any], limit_s: float, own: dict[str, Any], name: str) -> Any:
-    """The action's result; None and an entry of `own` where it fails or takes longer than `limit_s`. What hangs (NCCL,
-    a driver, a disk) stays in its thread."""
-    answer: Future[Any] = Future()
+def _in_time(action: Callable[[], None], limit_s: float, own: dict[str, Any], name: str) -> None:
+    """Perform the action, which fills `own`; an entry of that name stays where it fails or takes longer than `limit_s`.
+    What hangs (NCCL, a driver, a disk) stays in its thread."""
+    own[name] = "TimeoutError: no answer in time"
 
     def act() -> None:
         try:
-            answer.set_result(action())
+            action()
+            del own[name]
         except Exception as error:
-            answer.set_exception(error)
+            own[name] = f"{type(error).__name__}: {error}".splitlines()[0]
 
-    threading.Thread(target=act, daemon=True).start()
-    try:
-        return answer.result(limit_s)
-    except (OSError, RuntimeError) as error:
-        own[name] = f"{type(error).__name__}: {(str(error) or 'no answer in time').splitlines()[0]}"
-        return None
+    thread = threading.Thread(target=act, daemon=True)
+    thread.start()
+    thread.join(limit_s)
 
 
 def _of_node(ranks: Sequence[Measures]) -> Measures:

@@ -17,15 +17,14 @@ from pathlib import Path
 import xxhash
 
 from megalite.config.derive import BUILT_IN_TOKENIZERS
-from megalite.config.durable_files import open_to_append, private_files, sync_folder
+from megalite.config.files import open_to_append, private_files, read_bytes, sync_folder
 from megalite.config.schema import Config
-from megalite.config.user_files import read_bytes
 from megalite.data.open import FORMAT, Progress, TokenFiles, check_vocabulary, digest, paths_of
 from megalite.data.token_file import TokenFile, dtype_for, read_facts, with_suffix
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UnavailableError, UserError, collect, collect_all, refuse
 from megalite.errors.words import of_system
-from megalite.launch.host import allow_open_files, usable_cores
+from megalite.launch.environment import allow_open_files, usable_cores
 from megalite.prepare.hub import TOKENIZER_FILES, tokenizer_folder
 from megalite.prepare.made_tokenizers import bpe_tokenizer, byte_tokenizer, char_tokenizer
 from megalite.prepare.reading import Shard, pieces

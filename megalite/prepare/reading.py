@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megalite.config.user_files import refusing
+from megalite.config.files import refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.prepare.cuts import Cut, Piece, behind_a_word, in_pieces
 from megalite.prepare.hub import load_dataset

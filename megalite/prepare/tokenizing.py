@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megalite.config.durable_files import write_atomically
+from megalite.config.files import write_atomically
 from megalite.data.open import Progress
 from megalite.data.samples import IntArray
 from megalite.data.token_file import CODES, HEADER, MAGIC, TokenFile, damaged, dtype_for, with_suffix

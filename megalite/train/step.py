@@ -30,16 +30,10 @@ class PendingMetrics:
     def __init__(self, numbers: Sequence[Tensor], routing: Tensor, lap: Callable[[], TimeSplit], *, fp16: bool) -> None:
         """`numbers`: the first fields of StepMetrics, 0-d fp64 each. `routing`: the last, on the device, maybe empty.
         `lap`: this rank's times, to be read once, after them."""
-        self._lap, self._fp16 = lap, fp16
-        self._done: torch.cuda.Event | None = None
-        self._count, self._table = len(numbers), routing.shape
-        self._numbers = torch.cat([torch.stack(list(numbers)), routing.flatten()])
-        if self._numbers.is_cuda:
-            on_device = self._numbers
-            pinned = torch.empty(on_device.shape, dtype=torch.float64, pin_memory=True)
-            self._numbers = pinned.copy_(on_device, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record()
+        self._lap, self._fp16, self._count, self._table = lap, fp16, len(numbers), routing.shape
+        on_device = torch.cat([torch.stack(list(numbers)), routing.flatten()])
+        self._numbers = on_device.to("cpu", non_blocking=True)  # into pinned memory
+        self._done = torch.cuda.current_stream().record_event() if on_device.is_cuda else None
 
     def read(self) -> StepMetrics:
         """Waits until the step is done."""
@@ -69,7 +63,8 @@ class TrainStep:
         self._data_parallel = context.group("dp-cp")
         self._world = context.group("world")
         self._partial_gradients = partial_gradients(training.buffers, context)
-        self._counted_gradients = owned_for_norm(training.buffers, training.replicas, embeds=training.embeds)
+        embeds = any(chunk.embeds for chunk in training.chunks)
+        self._counted_gradients = owned_for_norm(training.buffers, training.replicas, embeds=embeds)
         self._counts_loss = training.has_loss and context.index("tp") == 0  # the ranks of tp compute the same one
         self._zero = torch.zeros((), dtype=torch.float64, device=training.buffers.device)
         self._lr = torch.zeros_like(self._zero)

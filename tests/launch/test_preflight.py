@@ -14,11 +14,11 @@ import torch
 
 from megalite.errors.problems import UserError
 from megalite.launch import preflight as preflight_module
-from megalite.launch import rendezvous, startup
+from megalite.launch import startup
 from megalite.launch.context import CPU, ParallelContext
 from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.preflight import best, judge, meet, preflight, seconds, table
-from megalite.launch.startup import start
+from megalite.launch.preflight import best, judge, preflight, seconds, table
+from megalite.launch.startup import meet
 from tests.bad_input.launching import free_port
 from tests.ranks import run_ranks
 
@@ -206,11 +206,11 @@ def _odd_nodes(context: ParallelContext, folder: Path, port: int) -> tuple[dict[
     preflight_module.DISK_BYTES, preflight_module.MEASURE_S = 1 << 20, 0.1
     startup.code_fingerprint = preflight_module.code_fingerprint = lambda: f"code {context.rank // 2}"
     preflight_module.gpu_id = lambda _: f"GPU-{context.rank % 2 if context.rank < 2 else 0}"
-    rendezvous.gpu_id = lambda _: None
     place = ProcessEnvironment(context.rank, 4, 0, 1, "127.0.0.1", port, "env")
-    found = dict(preflight(meet(place, CPU, [], timeout_s=20), folder))
+    store = meet(place, CPU, [], None, timeout_s=20)
+    found = dict(preflight(ParallelContext(context.layout, context.rank, store=store), folder))
     with pytest.raises(UserError) as caught:
-        start(place, context.layout, CPU, torch.float32, timeout_s=20, store=context.store)
+        meet(place, CPU, [], {}, timeout_s=20, store=context.store)
     time.sleep(0 if context.rank else 3)  # the store lives in rank 0
     return found, caught.value.problems[0].rule
 
