@@ -82,17 +82,12 @@ def read_batch(
 
 
 def local_batches(
-    source: SampleSource,
-    config: Config,
-    first: int,
-    sequences: int,
-    share: DataShare,
-    problems: list[Problem] | None = None,
+    source: SampleSource, config: Config, samples: range, share: DataShare, problems: list[Problem] | None = None
 ) -> list[Batch]:
-    """The microbatches, of whole sequences, that a rank computes of the `sequences` samples from `first` on."""
+    """The microbatches, of whole sequences, that a rank computes of the `samples` of a global batch."""
     size = config.train.micro_batch_size
-    assert sequences // size % share.size == 0, (sequences, size, share)
-    starts = range(first + share.rank * size, first + sequences, share.size * size)
+    assert len(samples) // size % share.size == 0, (samples, size, share)
+    starts = samples[share.rank * size :: share.size * size]
     return [read_batch(source, start, size, config, problems) for start in starts]
 
 
@@ -106,7 +101,7 @@ def train_batches(
         if step.skipped:
             return StepBatches(step, [], 0)  # not even read: its samples may be what is wrong
         problems: list[Problem] = []
-        batches = local_batches(source, config, step.first, step.sequences, share, problems=problems)
+        batches = local_batches(source, config, range(step.first, step.first + step.sequences), share, problems)
         batches = [batch.part(share.sequence) for batch in batches]
         tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
         batches = [batch.map(Tensor.pin_memory) if device.type == "cuda" else batch for batch in batches]
@@ -135,7 +130,7 @@ def validation_batches(
     enter the loss, so that all ranks have batches of one shape and no sample is left out."""
     size, samples = config.train.global_batch_size, validation_samples(source, config)
     for first in range(0, samples, size):
-        batches = local_batches(source, config, first, size, share)
+        batches = local_batches(source, config, range(first, first + size), share)
         for at, batch in enumerate(batches):
             real = torch.arange(len(batch.tokens)) < samples - batch.first_sample
             batches[at] = batch.with_mask(batch.loss_mask & real.unsqueeze(1)).part(share.sequence).to(device)

@@ -26,12 +26,12 @@ TOKENIZER_FILES = [  # all that decide about ids and the end of document
 @lru_cache(maxsize=1)
 def reachable() -> bool:
     """Whether the hub answers within PATIENCE seconds, name resolution included; asked once."""
-    import huggingface_hub  # knows the user's proxies and certificates, and refuses where HF_HUB_OFFLINE is set
+    # They know the user's proxies and certificates, and refuse where HF_HUB_OFFLINE is set.
+    from huggingface_hub import constants, get_session
 
     def ask() -> None:
         with suppress(Exception):  # of several libraries
-            url = huggingface_hub.constants.ENDPOINT
-            status: int = huggingface_hub.get_session().head(url, timeout=PATIENCE).status_code
+            status: int = get_session().head(constants.ENDPOINT, timeout=PATIENCE).status_code
             answers.append(status < 500 and status not in (403, 407))  # a proxy's refusal is no answer of the hub
 
     answers: list[bool] = []
@@ -45,12 +45,12 @@ def reachable() -> bool:
 def load_dataset(name: str, subset: str | None, split: str, streaming: bool) -> Any:
     """A `datasets` data set, from the hub, its cache, or a local folder."""
     import datasets
-    import huggingface_hub
+    from huggingface_hub import constants
 
     is_here = os.path.exists(name)
     if offline := not is_here and not reachable():
         os.environ["HF_HUB_OFFLINE"] = "1"  # for worker processes
-        huggingface_hub.constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     datasets.disable_progress_bars()
     try:
         with private_files() if is_here else nullcontext():  # the library keeps a copy of the text

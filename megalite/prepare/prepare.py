@@ -162,7 +162,9 @@ def _make(config: Config, targets: list[Target], progress: Progress | None, sett
                 progress(min(size, total) if total else size, total, documents, tokens)
 
         report()
-        tokenizer = obtain_tokenizer(config, [shard for plan in plans for shard in plan])
+        if not jobs:
+            return
+        tokenizer = obtain_tokenizer(config, [*jobs], [shard for plan in plans for shard in plan])
         check_vocabulary(config, tokenizer.vocab_size)
         for target, parts in jobs.items():
             tokenizer.save(target.work / "tokenizer")
@@ -201,8 +203,11 @@ def _locked(prefixes: list[Path], setting: str) -> Iterator[None]:
         raise UserError(Problem(setting, str(folder), rule, hint)) from error
 
 
-def obtain_tokenizer(config: Config, shards: list[Shard]) -> TextTokenizer:
-    """The tokenizer that the config names; bpe and char are trained on the shards, the same on every call."""
+def obtain_tokenizer(config: Config, missing: list[Target], shards: list[Shard]) -> TextTokenizer:
+    """The tokenizer that the config names; bpe and char are trained on the shards, unless a killed process has."""
+    for target in missing:
+        if (target.work / "tokenizer" / "tokenizer_config.json").exists():  # written last
+            return load_tokenizer(target.work / "tokenizer")
     if config.tokenizer == "byte":
         return byte_tokenizer()
     if config.tokenizer == "char":

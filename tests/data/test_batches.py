@@ -169,7 +169,7 @@ def test_what_stands_in_for_unreadable_batches_has_their_number_and_form_and_no_
     config.data.cross_document_attention = cross_document_attention
     real = [batch.to(device) for batch in stream(data, config, 1, size=size)]
     broken, problems, whole = replace(data.train, vocab_size=1), list[Problem](), config.train.global_batch_size
-    masked = local_batches(broken, config, 0, whole, DataShare(0, size), problems)
+    masked = local_batches(broken, config, range(whole), DataShare(0, size), problems)
     masked = [batch.to(device) for batch in masked]
     assert len(problems) == 1, "the reason is not repeated for every microbatch"
     assert len(masked) == len(real)

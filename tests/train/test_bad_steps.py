@@ -75,9 +75,9 @@ def test_a_step_without_a_token_in_the_loss_changes_nothing_and_is_no_bad_one(
     assert start(config("four", 4)) == 0
     read = batches_module.local_batches
 
-    def all_masked(source: Any, config: Config, first: int, *others: Any, **more: Any) -> list[Batch]:
-        found = read(source, config, first, *others, **more)
-        return [it.with_mask(it.loss_mask & (first != 4 * 4)) for it in found]
+    def all_masked(source: Any, config: Config, samples: range, *others: Any) -> list[Batch]:
+        found = read(source, config, samples, *others)
+        return [it.with_mask(it.loss_mask & (samples.start != 4 * 4)) for it in found]
 
     monkeypatch.setattr(batches_module, "local_batches", all_masked)
     assert start(config("five", 5)) == 0
