@@ -1,11 +1,8 @@
-"""Reads the documents of one shard of the text.
+"""Reads the documents of one shard of the text, in pieces: a text of any size passes through bounded memory.
 
-A document comes in pieces, so that a text of any size passes through bounded memory. The pieces joined are the
-document, exactly: text is not stripped, and line ends are not translated. Nothing is dropped: a mistake is refused with
-file and row.
-
-Local files are read here and data sets of the hub by `datasets`, because it is several times slower on files and takes
-1 to 2 s to be imported in each process. One large jsonl file is work for several processes here, for one there.
+The pieces joined are the document, exactly: text is not stripped, and line ends are not translated. Nothing is dropped:
+a mistake is refused with file and row. `datasets` reads data sets of the hub alone: local files take it several times
+as long, its import takes 1 to 2 s in each process, and one large jsonl file is work for one process there.
 """
 
 import csv
@@ -22,14 +19,8 @@ from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.prepare.cuts import Cut, Piece, behind_a_word, in_pieces
 from megalite.prepare.hub import load_dataset
 
-KINDS = {
-    ".txt": "text",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "jsonl",
-    ".csv": "csv",
-    ".parquet": "parquet",
-}
+KINDS = {".txt": "text", ".csv": "csv", ".parquet": "parquet"}
+KINDS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl")
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # may follow any of these; parquet packs itself
 READ = 1 << 20  # bytes or characters read at once
 REPAIR = "copy it again, or give UTF-8 text in the column data.text_column; data=hf reads JSON that is not lines"

@@ -139,7 +139,7 @@ DAMAGES = {  # what is done to a file, and words of the refusal
     "boundaries": (".idx", patch(74, b"\x07"), "boundaries do not run from 0 to 2"),
     "inner boundary": (".idx", patch(66, b"\x63"), "document 1 ends before it starts"),
     "facts of another type": (".json", text('{"vocab_size": "many"}'), "x.json.*'many', which is not of type int"),
-    "negative facts": (".json", text('{"bytes": -5}'), "bytes=-5, .*from 0"),
+    "negative facts": (".json", text('{"bytes": -5}'), "bytes=-5, .*below 0"),
     "pipe for data": (".bin", pipe, "x.bin.*is not a regular file"),
 }
 
