@@ -63,6 +63,7 @@ def copy(tmp_path: Path) -> Path:
         ("A schedule", 0, 2),
         ("A model option", 0, 1),
         ("An attention", 1, 4),
+        ("A second prediction head", 1, 4),
         ("An optimizer", 1, 2),
         ("A family of transformers", 1, 0),
     ],
@@ -75,7 +76,7 @@ def test_an_extension_costs_so_many_files_of_code(heading: str, new: int, change
 
 
 def test_the_examples_work(copy: Path) -> None:
-    assert len({name for name, _, _ in changes()}) == 17
+    assert len({name for name, _, _ in changes()}) == 21
     for name in {name for name, _, _ in changes()}:
         compile((copy / name).read_text(), name, "exec")
     done = subprocess.run([warm_python(), "-c", WORK], cwd=copy, capture_output=True, text=True, check=False)
@@ -153,6 +154,8 @@ def test_the_optimizer_of_the_page_is_torch_s_in_any_layout(copy: Path) -> None:
     [
         # losses and gradients in fp64 over tp 1 and 2, with sequence parallelism and without
         ("tests/layouts/test_tensor_parallel.py", "latent_size", 2),
+        ("tests/layouts/test_tensor_parallel.py", "second_head", 3),  # over tp, cp and pp
+        ("tests/model/test_second_head.py", "", 1),
         ("tests/hf/test_oracles.py", "mistral", 1),  # logits and gradients of transformers' model
     ],
 )
@@ -173,7 +176,7 @@ def test_what_the_page_prints_works_on_the_examples(copy: Path) -> None:
     lines = "".join(re.findall(r"```text\n(.*?)```", PAGE, re.DOTALL)).splitlines()
     lines = [line.partition("  #")[0].strip() for line in lines]
     tried = [line for line in lines if "pytest" not in line]
-    assert len(tried) == 10
+    assert len(tried) == 12
     for line in tried:
         done = subprocess.run([warm_python(), *line.split()[1:]], cwd=copy, capture_output=True, text=True, check=False)
         assert done.returncode == 0, (line, done.stdout, done.stderr)

@@ -1,6 +1,6 @@
-"""`megalite plan ...`: what a layout does, before anything runs. OVERRIDES are those of pretrain_gpt.py.
+"""`megalite plan ...` and `verify`: what a layout does, before anything runs. OVERRIDES are those of pretrain_gpt.py.
 
-No data is read, no GPU is used, no torch is imported.
+No data is read, no GPU is used; `plan` imports no torch.
 """
 
 import shutil
@@ -11,13 +11,16 @@ from dataclasses import replace
 from functools import partial
 
 from megalite.commands.command import COUNT, PICTURE, RANKS, WORLD_SIZE, Shown, command, option
+from megalite.commands.train import train_rank
 from megalite.config import parallel_rules as rules
 from megalite.config.arguments import number_from
 from megalite.config.compose import load_config, load_values, names_of
-from megalite.config.derive import derive_vocabulary
+from megalite.config.derive import derive_vocabulary, schedule_request
 from megalite.config.layout import STAGE_NAMES, dense_ranks, stage_settings
 from megalite.config.rule import Case, problems_of
-from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse
+from megalite.config.schema import A_YEAR_S
+from megalite.config.settings import with_values
+from megalite.errors.problems import NO_VALUE, REFUSED, Problem, UserError, refuse, to_stderr
 from megalite.layout.ranks import header_lines
 from megalite.layout.stages import stage_layers
 from megalite.optim.rank_buffers import bytes_of_rank, rank_buffers
@@ -35,6 +38,7 @@ SCHEDULE_READ = (  # of the model and of other axes nothing is asked
     *(f"parallel.{name}" for name in ("pp", "vpp", "schedule", "microbatch_group_size")),
     *("train.global_batch_size", "train.micro_batch_size"),
 )
+SECONDS = number_from(0, A_YEAR_S, above=True, whole=False)
 MOST_CELLS = 64  # actions of a rank that are listed
 
 
@@ -60,16 +64,18 @@ def ranks(options: Namespace, overrides: list[str]) -> Shown:
     named = names_of(overrides := [*overrides, *sizes])
     config = load_values(overrides, sorted(RANKS_READ))
     places_layers = not named.isdisjoint(("model", "model.num_layers", "experiment"))
-    has_experts = options.experts or not named.isdisjoint(("parallel.ep", "parallel.etp"))
-    case = Case(config, options.world_size, has_experts, options.pp_split_rank, LABELS)
-    of_stages = rules.STAGE_RULES if places_layers else ()
-    problems = problems_of(case, (*rules.LAYOUT_RULES, *rules.EXPERT_RULES, *of_stages))
+    experts = config.model.moe.num_experts
+    if not experts and (options.experts or not named.isdisjoint(("parallel.ep", "parallel.etp"))):
+        config = with_values(config, {"model.moe.num_experts": config.parallel.ep})
+    case = Case(config, options.world_size, options.pp_split_rank, LABELS)
+    asked = (*(rules.EXPERT_RULES if experts else ()), *(rules.STAGE_RULES if places_layers else ()))
+    problems = problems_of(case, (*rules.LAYOUT_RULES, *asked))
     settings = stage_settings(config, options.pp_split_rank)
-    if not places_layers and (asked := [name for name in settings.asked if name != "vpp"]):
-        rule = f"is needed by {' and '.join({**STAGE_NAMES, **LABELS}[name] for name in asked)}"
+    if not places_layers and (settled := [name for name in settings.asked if name != "vpp"]):
+        rule = f"is needed by {' and '.join({**STAGE_NAMES, **LABELS}[name] for name in settled)}"
         problems.append(Problem("model.num_layers", NO_VALUE, rule, "model.num_layers=12, or model=NAME"))
     refuse(problems)
-    layout, experts = rules.checked_layout(case), config.model.moe.num_experts
+    layout = rules.checked_layout(case)
     groups, stages = groups_of(layout, experts), stage_layers(settings) if places_layers else ()
     width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
     lines = [*header_lines(layout), *table_lines(groups, layout.world_size, width)]
@@ -90,7 +96,7 @@ def schedule(options: Namespace, overrides: list[str]) -> Shown:
     config = load_values(overrides, SCHEDULE_READ)
     world_size = config.parallel.pp * options.dp
     refuse(problems_of(Case(config, world_size), rules.LAYOUT_RULES + rules.SCHEDULE_RULES))
-    planned = build_schedule(rules.schedule_request(config, world_size))
+    planned = build_schedule(schedule_request(config, world_size))
     flaws = check(planned)
     assert not flaws, "\n".join(map(str, flaws))
     timeline = simulated(planned)
@@ -126,6 +132,33 @@ def buffers(options: Namespace, overrides: list[str]) -> Shown:
     config = derive_vocabulary(config, vocabulary_of(config))
     world = rules.checked_layout(Case(config, world_size))
     kept = partial(bytes_of_rank, precision=config.precision, optimizer=config.optimizer)
-    axes, *of_experts = header_lines(world)[: 1 + world.has_experts]
+    axes, *of_experts = header_lines(world)
     about = f"{config.model.name}, {axes}, {config.precision}, vocabulary {config.model.vocab_size:,}"
     return Shown([about, *of_experts, *buffer_lines(rank_buffers(config, world, options.rank), kept)])
+
+
+@command(
+    WORLD_SIZE,
+    option("--dp", **RANKS, help="data-parallel size (default: 2 where that makes at most 8 ranks)"),
+    option("--timeout", type=SECONDS, default=300.0, metavar="S", help="a hang is a failure (default: %(default)g)"),
+)
+def verify(options: Namespace, overrides: list[str]) -> Shown:
+    """Whether a layout trains like one process: your config, made small, on CPU processes and on one, in fp64.
+
+    python -m megalite verify --dp 2 model=llama3_8b parallel.tp=2 parallel.sequence_parallel=false
+    python -m megalite verify --world-size 64 model=gpt3_175b parallel.tp=8 train.global_batch_size=64
+
+    The model shrinks, its features and what divides what stay; above 8 ranks each axis shrinks to its least factor,
+    mostly 2. Nothing stays.
+    Exit status: 0 the layout computes the same, 1 it does not (or a rank failed or hung), 2 refused.
+    """
+    from megalite.verify import verify as verification
+    from megalite.verify.running import RunFailure
+
+    config, world_size = verification.load(overrides, options.world_size, options.dp)
+    try:
+        lines, equal = verification.verify(config, world_size, train_rank, options.timeout)
+    except RunFailure as failure:
+        to_stderr(str(failure) if failure.status == REFUSED else f"FAIL: {failure}")
+        return Shown(status=failure.status)
+    return Shown(lines, 0 if equal else 1)

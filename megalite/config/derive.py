@@ -1,27 +1,28 @@
 """Fills in every setting that follows from others, where the command leaves it open.
 
 Pure functions of the config, the launch folder and (for the cache) the environment, so every rank derives the same.
-The vocabulary waits for the tokenizer, what depends on the device for the start. A field whose type still has None
-stays open: it has no meaning in that run, or who works with it decides (`optimizer.bucket_size`).
+The vocabulary waits for the tokenizer, and what depends on the device waits for the start. A field whose type has None
+may stay open: it has no meaning in that run, or its reader decides (`optimizer.bucket_size`).
 """
 
 import hashlib
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from math import gcd
 from pathlib import PurePath
-from typing import Any, TypeVar
+from typing import Any
 
-from megalite.config.schedule_rules import SCHEDULE_TRAITS, default_group_size
+from megalite.config.files import absolute
+from megalite.config.layout import dense_ranks
+from megalite.config.schedule_rules import SCHEDULE_TRAITS, ScheduleRequest
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from megalite.config.settings import OPEN, SETTINGS, value_of, with_values
-from megalite.config.step_plan import ramp_sizes
-from megalite.config.user_files import absolute
+from megalite.config.step_plan import batch_ramp
 from megalite.errors.words import plain
 
-Part = TypeVar("Part")
 FILLING = 8  # microbatches that a pipeline has by default, at least: of two stages the first and last idle for a ninth
 LONGEST_NAME, SETTINGS_SHOWN, LONGEST_SETTING = 100, 4, 24  # of a run's name, and what it shows
 NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._=+-]{{0,{LONGEST_NAME - 1}}}")  # a folder of that name works everywhere
@@ -44,47 +45,61 @@ LATER = ("optimizer.name",)  # settings of later versions, whose defaults leave 
 
 def derive(config: Config, world_size: int = 1) -> Config:
     """A new config with the derived values filled in and all paths absolute. Deriving twice changes nothing."""
-    axes, steps, resolved = config.parallel, config.train.steps, _resolved(config)
+    axes, train, resolved = config.parallel, config.train, _resolved(config)
+    request, folder = schedule_request(config, world_size), run_dir_of(resolved)
+    grouped = SCHEDULE_TRAITS[request.schedule].chunked and train.batch_ramp is None  # else groups grow with batches
+    values = {
+        "parallel.microbatch_group_size": request.group if grouped else None,
+        "train.micro_batch_size": derive_micro_batch_size(config, world_size),
+        "optimizer.communication_dtype": config.optimizer.gradient_dtype,
+        "lr.warmup_steps": min(100, train.steps // 10),
+        "lr.min_lr": config.optimizer.lr / 10,
+        "lr.decay_steps": train.steps // 5,
+        "run_name": os.path.basename(folder),
+    }
+    places = {"run_dir": folder, "parallel.nccl_options": axes.nccl_options and absolute(axes.nccl_options)}
+    derived = config.derived or tuple(name for name in SETTINGS if value_of(config, name) in OPEN)
+    return replace(with_values(_filled(resolved, values), places), derived=derived)
+
+
+def derive_sizes(config: Config) -> Config:
+    """A copy in which the sizes of model and layout are written out, and what follows from the pipeline's schedule."""
+    axes, model = config.parallel, derive_model(config.model, config.train.seq_length)
     values = {
         "parallel.etp": axes.tp,
         "parallel.sequence_parallel": axes.tp > 1,
         "parallel.schedule": derive_schedule(axes),
-        "parallel.microbatch_group_size": _group_size(config, world_size),
-        "train.micro_batch_size": derive_micro_batch_size(config, world_size),
-        "train.compile": derive_compile(config),
-        "optimizer.communication_dtype": config.optimizer.gradient_dtype,
-        "lr.warmup_steps": min(100, steps // 10),
-        "lr.min_lr": config.optimizer.lr / 10,
-        "lr.decay_steps": steps // 5,
+        "train.compile": False if SCHEDULE_TRAITS[derive_schedule(axes)].splitting else None,  # None: by the device
     }
-    values = {name: value for name, value in values.items() if value_of(config, name) is None}
-    values["run_dir"] = folder = run_dir_of(resolved)
-    values["run_name"] = config.run_name or os.path.basename(folder)
-    values["parallel.nccl_options"] = axes.nccl_options and absolute(axes.nccl_options)
-    nobody_s = tuple(name for name in SETTINGS if value_of(config, name) in OPEN)
-    return replace(with_values(resolved, values), derived=config.derived or nobody_s)
+    return _filled(replace(config, model=model), values)
 
 
 def derive_model(model: ModelConfig, seq_length: int) -> ModelConfig:
     """The model's shape with every size written out, except the vocabulary. A dense model keeps nothing that a preset
     says of experts."""
     width, heads = model.hidden_size, model.num_attention_heads
-    model = _filled(
-        model,
-        num_key_value_heads=heads,
-        head_size=width // heads,
-        ffn_hidden_size=-(-8 * width // (3 * 64)) * 64 if model.gated else 4 * width,
-        max_positions=seq_length if model.position == "learned" else None,
-        attention_dropout=model.dropout,
-        embedding_dropout=model.dropout,
-    )
-    moe = _filled(model.moe, ffn_hidden_size=model.ffn_hidden_size) if model.moe.num_experts else MoEConfig()
-    return replace(model, moe=moe)
+    values = {
+        "model.num_key_value_heads": heads,
+        "model.head_size": width // heads,
+        "model.ffn_hidden_size": -(-8 * width // (3 * 64)) * 64 if model.gated else 4 * width,
+        "model.max_positions": seq_length if model.position == "learned" else None,
+        "model.attention_dropout": model.dropout,
+        "model.embedding_dropout": model.dropout,
+    }
+    config = _filled(Config(model=model), values)
+    if not model.moe.num_experts:
+        return replace(config.model, moe=MoEConfig())
+    return _filled(config, {"model.moe.ffn_hidden_size": config.model.ffn_hidden_size}).model
 
 
-def _filled(part: Part, **values: Any) -> Part:
-    """A copy of a dataclass in which the fields that were None have these values."""
-    return replace(part, **{name: value for name, value in values.items() if getattr(part, name) is None})  # type: ignore[type-var]
+def derive_vocabulary(config: Config, vocab_size: int) -> Config:
+    """A new config whose model knows the tokenizer's vocabulary, unless the user set a (larger) one."""
+    return _filled(config, {"model.vocab_size": vocab_size})
+
+
+def _filled(config: Config, values: Mapping[str, Any]) -> Config:
+    """A copy in which the settings that were null have these values."""
+    return with_values(config, {name: value for name, value in values.items() if value_of(config, name) is None})
 
 
 def derive_schedule(parallel: ParallelConfig) -> str:
@@ -92,40 +107,25 @@ def derive_schedule(parallel: ParallelConfig) -> str:
     return parallel.schedule or ("interleaved" if parallel.vpp > 1 else "1f1b")
 
 
-def derive_compile(config: Config) -> bool | None:
-    """Whether blocks are compiled: the setting, else not where the schedule defers weight gradients; None: open."""
-    deferred = SCHEDULE_TRAITS[derive_schedule(config.parallel)].splitting
-    given: bool | None = config.train.compile
-    return False if given is None and deferred else given
-
-
 def derive_micro_batch_size(config: Config, world_size: int) -> int:
     """The micro-batch size: the setting, else the largest divisor, up to 8, of a data-parallel rank's share of every
     global batch that leaves a pipeline a microbatch for each rank (or group), and 8 at full size."""
-    shares = [_share(config, world_size, sequences) for sequences in ramp_sizes(config.train)]
+    shares = [max(1, sequences * dense_ranks(config) // world_size) for sequences in batch_ramp(config.train).sizes]
     pp, group_size = config.parallel.pp, config.parallel.microbatch_group_size or 1
     most = min(shares[0] // max(pp, group_size), shares[-1] // FILLING if pp > 1 else shares[-1])
     largest, common = min(8, max(1, most)), gcd(*shares)
     return config.train.micro_batch_size or max(size for size in range(1, largest + 1) if common % size == 0)
 
 
-def _share(config: Config, world_size: int, sequences: int) -> int:
-    """The share of one data-parallel rank in the `sequences` of a global batch."""
-    axes = config.parallel
-    return max(1, sequences * axes.tp * axes.cp * axes.pp // world_size)
-
-
-def _group_size(config: Config, world_size: int) -> int | None:
-    """Microbatches of a group; None where the schedule has no groups, or batches grow and so does the group."""
-    if not SCHEDULE_TRAITS[derive_schedule(config.parallel)].chunked or config.train.batch_ramp is not None:
-        return None
-    share = _share(config, world_size, config.train.global_batch_size)
-    return default_group_size(config.parallel.pp, share // derive_micro_batch_size(config, world_size))
-
-
-def derive_vocabulary(config: Config, vocab_size: int) -> Config:
-    """A new config whose model knows the tokenizer's vocabulary, unless the user set a (larger) one."""
-    return replace(config, model=_filled(config.model, vocab_size=vocab_size))
+def schedule_request(config: Config, world_size: int) -> ScheduleRequest:
+    """The schedule that the config asks for; with pp microbatches, which suit any, where batch or layout do not fit."""
+    axes, schedule, batch = config.parallel, derive_schedule(config.parallel), config.train.global_batch_size
+    dp, rest = divmod(world_size, dense_ranks(config))
+    sequences = derive_micro_batch_size(config, world_size) * dp
+    if rest or batch % sequences:
+        group_size = None if SCHEDULE_TRAITS[schedule].chunked else axes.microbatch_group_size
+        return ScheduleRequest(schedule, axes.pp, axes.pp, axes.vpp, group_size)
+    return ScheduleRequest(schedule, axes.pp, batch // sequences, axes.vpp, axes.microbatch_group_size)
 
 
 def run_dir_of(config: Config) -> str:
@@ -134,11 +134,9 @@ def run_dir_of(config: Config) -> str:
 
 
 def default_run_name(config: Config) -> str:
-    """`<model>-<data>-<settings of the command>-<hash>`; the hash covers what defines the training and nothing else.
-
-    Layout, micro-batch size, device, precision, number of steps, logging and evaluation are left out, so the same
-    training goes on in the same folder wherever it runs. The schedule enters as the user gave it: a derived warm-up
-    follows the number of steps.
+    """`<model>-<data>-<settings of the command>-<hash>`; the hash covers what defines the training and nothing else, so
+    the same training goes on in the same folder wherever it runs. A learning rate's schedule enters as it was given: a
+    derived warm-up follows the number of steps.
     """
     resolved, dense = _resolved(config), not config.model.moe.num_experts
     left = {name for name in LATER if value_of(config, name) == SETTINGS[name].default}
@@ -170,7 +168,7 @@ def looks_like_path(name: str) -> bool:
 
 
 def _resolved(config: Config) -> Config:
-    """A copy in which the sizes of the model and absolute paths are written out; names at the hub stay."""
+    """A copy in which sizes and absolute paths are written out; names at the hub stay as they are."""
     data, tokenizer, path = config.data, config.tokenizer, config.data.path
     if path is not None:
         named = map(str, path if isinstance(path, list) else [path])
@@ -181,5 +179,4 @@ def _resolved(config: Config) -> Config:
     cache = data.cache_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "megalite")
     start = config.checkpoint.init_from and absolute(config.checkpoint.init_from)
     places = {"data.path": path, "data.cache_dir": absolute(cache), "checkpoint.init_from": start}
-    model = derive_model(config.model, config.train.seq_length)
-    return with_values(replace(config, model=model), {"tokenizer": tokenizer, **places})
+    return with_values(derive_sizes(config), {"tokenizer": tokenizer, **places})

@@ -1,7 +1,4 @@
-"""What a config asks of the layout, as numbers, and the exchange of context-parallel ranks that follows.
-
-Whether the numbers fit together is for the rules to say.
-"""
+"""The layout that a config asks for, in numbers that the rules judge, and the exchange of context-parallel ranks."""
 
 from dataclasses import dataclass
 from math import lcm
@@ -21,25 +18,19 @@ STAGE_NAMES = {  # how a user knows the fields of `StageSettings`
 }
 
 
-def layout_of(config: Config, world_size: int, *, experts: bool = False) -> ParallelLayout:
-    """The layout that a config asks for which the rules have passed. `experts`: see `has_experts`."""
-    axes, sizes = config.parallel, axis_sizes(config, world_size, experts=experts)
-    etp = sizes["etp"] if has_experts(config, experts=experts) else None
+def layout_of(config: Config, world_size: int) -> ParallelLayout:
+    """The layout that a config asks for which the rules have passed."""
+    axes, sizes = config.parallel, axis_sizes(config, world_size)
+    etp = sizes["etp"] if config.model.moe.num_experts else None
     return ParallelLayout(axes.tp, axes.cp, sizes["dp"], axes.pp, axes.vpp, axes.ep, etp, axes.order)
 
 
-def has_experts(config: Config, *, experts: bool = False) -> bool:
-    """Whether it is the layout of a mixture of experts (of any model, with `experts`)."""
-    axes = config.parallel
-    return experts or config.model.moe.num_experts > 0 or axes.ep > 1 or axes.etp not in (None, axes.tp)
-
-
-def axis_sizes(config: Config, world_size: int, *, experts: bool = False) -> dict[str, int]:
+def axis_sizes(config: Config, world_size: int) -> dict[str, int]:
     """The size of every axis; dp and edp are rounded down where the layout does not fill the world."""
-    axes, experts = config.parallel, has_experts(config, experts=experts)
-    dp, edp = world_size // dense_ranks(config), world_size // expert_ranks(config) if experts else 1
-    etp = (axes.etp or axes.tp) if experts else 1
-    return {"tp": axes.tp, "cp": axes.cp, "dp": dp, "pp": axes.pp, "ep": axes.ep, "etp": etp, "edp": edp}
+    axes, sizes = config.parallel, {"dp": world_size // dense_ranks(config), "etp": 1, "edp": 1}
+    if config.model.moe.num_experts:
+        sizes |= {"etp": axes.etp or axes.tp, "edp": world_size // expert_ranks(config)}
+    return {"tp": axes.tp, "cp": axes.cp, "pp": axes.pp, "ep": axes.ep, **sizes}
 
 
 def dense_ranks(config: Config) -> int:
@@ -83,30 +74,27 @@ class Exchange:
 def exchange_of(config: Config) -> Exchange:
     """What `parallel.cp_comm` says, or with `auto` what suits heads, dropout and documents, and sends least."""
     kind, cp, documents = config.parallel.cp_comm, config.parallel.cp, not config.data.cross_document_attention
-    if kind == "alltoall":
-        return Exchange(cp, 1)
     if kind in ("ring", "allgather"):
         return Exchange(1, cp, kind == "allgather")
     sizes = [size for size in range(1, cp + 1) if cp % size == 0 and exchanges_heads(config, size)]
     if kind == "alltoall+ring":
         size = config.parallel.cp_alltoall or max((size for size in sizes if size < cp), default=1)
         return Exchange(size, max(1, cp // size))
+    if kind == "alltoall":
+        return Exchange(cp, 1)
     if drops_probabilities(config):
         return Exchange(cp, 1, why="dropout of attention's probabilities needs whole rows of them")
-    if documents and cp in sizes:
-        return Exchange(cp, 1, why="heads divide, and each rank computes whole documents")
     if documents:
-        return Exchange(1, cp, gathers=True, why="of packed documents only the keys that are seen are fetched")
+        if cp in sizes:
+            return Exchange(cp, 1, why="heads divide, and each rank computes whole documents")
+        return Exchange(1, cp, gathers=True, why="only the keys of the same document are fetched")
     best = min(sizes, key=lambda size: sent_elements(config, size, cp // size))
     return Exchange(best, cp // best, why="it sends least")
 
 
 def sent_elements(config: Config, alltoall: int, ring: int) -> float:
-    """Elements that a rank sends per token that it holds, layer and unit of head_size, forward and backward.
-
-    The exchange of heads moves queries, keys, values and the output, twice; a ring keys and values, twice, and their
-    gradients.
-    """
+    """Elements that a rank sends per token, layer and unit of head_size. Exchanging heads moves queries, keys, values
+    and the output twice (forward and backward); a ring moves keys and values twice, and their gradients."""
     heads, groups = local_heads(config)
     swapped = (2 * heads + 2 * max(groups, alltoall)) * (alltoall - 1) / alltoall if alltoall > 1 else 0.0
     return 2 * swapped + 3 * 2 * max(groups, alltoall) * (ring - 1)

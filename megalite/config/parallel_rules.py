@@ -4,22 +4,21 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
-from megalite.config.derive import derive_micro_batch_size, derive_schedule
+from megalite.config.derive import derive_schedule, schedule_request
 from megalite.config.layout import (
     AXES,
     STAGE_NAMES,
-    dense_ranks,
     drops_probabilities,
     exchange_of,
     exchanges_heads,
+    expert_ranks,
     layout_of,
     local_heads,
     stage_settings,
 )
 from megalite.config.rule import Case, Found, Rule, problems_of
-from megalite.config.schedule_rules import SCHEDULE_TRAITS, ScheduleRequest, schedule_flaws
-from megalite.config.schema import Config
-from megalite.config.step_plan import ramp_flaw, ramp_sizes
+from megalite.config.schedule_rules import SCHEDULE_TRAITS, schedule_flaws
+from megalite.config.step_plan import batch_ramp, ramp_flaw
 from megalite.errors.problems import refuse
 from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, EXPERT_NAME, ParallelLayout, strides_of
 from megalite.layout.stages import stage_counts
@@ -30,18 +29,7 @@ BLOCK = 16  # tokens: the shortest piece of a ring's sequence that fills the row
 def checked_layout(case: Case) -> ParallelLayout:
     """The layout that the config asks for, or a UserError with everything that is wrong with it."""
     refuse(problems_of(case, LAYOUT_RULES))
-    return layout_of(case.config, case.world_size, experts=case.experts)
-
-
-def schedule_request(config: Config, world_size: int) -> ScheduleRequest:
-    """What the config asks of a schedule. pp microbatches, which suit any, where batch or layout do not fit."""
-    axes, schedule, case = config.parallel, derive_schedule(config.parallel), Case(config, world_size)
-    if not case.fills_the_world or config.train.global_batch_size % case.batch_unit:
-        group_size = None if SCHEDULE_TRAITS[schedule].chunked else axes.microbatch_group_size
-        return ScheduleRequest(schedule, axes.pp, axes.pp, axes.vpp, group_size)
-    sequences = derive_micro_batch_size(config, world_size) * world_size // dense_ranks(config)
-    microbatches = config.train.global_batch_size // sequences
-    return ScheduleRequest(schedule, axes.pp, microbatches, axes.vpp, axes.microbatch_group_size)
+    return layout_of(case.config, case.world_size)
 
 
 def order_places_the_axes(case: Case) -> Iterator[Found]:
@@ -56,7 +44,7 @@ def order_places_the_axes(case: Case) -> Iterator[Found]:
 
 def pipelines_agree(case: Case) -> Iterator[Found]:
     """Activations flow along one pipeline, so dense layers and experts must agree who is next."""
-    axes, fills = case.config.parallel, case.fills_the_world and case.experts_fill_the_world
+    axes, fills = case.config.parallel, case.fills_the_world and case.world_size % expert_ranks(case.config) == 0
     virtual = "virtual stages divide the stages of a pipeline, and {1} has none"
     yield axes.vpp > 1 and axes.pp == 1, "vpp pp", virtual
     if axes.pp > 1 and case.has_experts and fills and not any(row[0] for row in order_places_the_axes(case)):
@@ -97,7 +85,7 @@ def batches_suit_the_schedule(case: Case) -> Iterator[Found]:
 def batches_grow_to_the_full_size(case: Case) -> Iterator[Found]:
     """All batches of a ramp suit ranks and schedule. What the full one breaks is for other rules to say."""
     train, unit, request = case.config.train, case.batch_unit, schedule_request(case.config, case.world_size)
-    sizes, flaw = ramp_sizes(train), ramp_flaw(train)
+    sizes, flaw = batch_ramp(train).sizes, ramp_flaw(train)
     yield flaw, "batch_ramp", str(flaw)
     if case.fills_the_world and sizes[-1] % unit == 0 and not [*schedule_flaws(request)]:
         uneven = next((size for size in sizes if size % unit), 0)
@@ -124,7 +112,7 @@ def instances_split_the_replicas(case: Case) -> Iterator[Found]:
     """The optimizer's state has instances over dp x cp; that of the experts, over edp."""
     optimizer, sizes = case.config.optimizer, case.sizes
     replicas = [("dp x cp", sizes["dp"] * sizes["cp"])] if optimizer.zero and case.fills_the_world else []
-    if replicas and case.config.model.moe.num_experts and case.experts_fill_the_world:
+    if replicas and case.config.model.moe.num_experts and case.world_size % expert_ranks(case.config) == 0:
         replicas.append(("edp", sizes["edp"]))
     for name, ranks in replicas:
         yield ranks % optimizer.instances, f"instances tp pp {ranks}", f"does not divide {name} = {ranks}"

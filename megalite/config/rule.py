@@ -9,9 +9,9 @@ reads of it; `{1}` stands for the second of them with its value (`model.moe.num_
 
     yield moe.top_k > moe.num_experts, "top_k num_experts", "there are only {1}"
 
-The first setting is refused. A setting is named by its last words where no other ends on them. What may work instead
-follows from its type and from the others: choices, the other value of a switch, the default, numbers nearby, multiples
-and divisors of the others and of numbers among the words. Every value is tried before it is offered: with it the
+The first setting is refused. A setting is named by its last words where no other ends on them. Values that may work
+follow from its type and from the others: choices, the other value of a switch, the default, numbers nearby, multiples
+and divisors of the others and of numbers among the words. A value is offered only after it was tried: with it the
 refused setting breaks no rule, and no setting is refused that was not refused before.
 """
 
@@ -23,8 +23,8 @@ from itertools import islice
 from math import isqrt, prod
 from typing import Any
 
-from megalite.config.derive import derive_compile, derive_model, derive_schedule
-from megalite.config.layout import axis_sizes, dense_ranks, expert_ranks, has_experts
+from megalite.config.derive import derive_sizes
+from megalite.config.layout import axis_sizes, dense_ranks
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, Setting, outside, value_of, with_values, yaml_value
 from megalite.errors.problems import Problem
@@ -49,13 +49,11 @@ Rule = Row | Callable[["Case"], Iterable[Found]]
 class Case:
     """One config on one world, of which any setting can be changed to see which rules it would break then.
 
-    The command that shows groups of ranks asks for more than a config says: `experts`, a mixture of experts even
-    without parallel.ep and etp; `split_rank`, see `StageSettings`. `labels`: how the user knows names of no setting.
+    `split_rank`: see `StageSettings`. `labels`: how the user knows the sizes that are no settings.
     """
 
     config: Config
     world_size: int
-    experts: bool = False
     split_rank: int | None = None
     labels: Mapping[str, str] = field(default_factory=lambda: {"world_size": "world size"})
 
@@ -81,28 +79,20 @@ class Case:
     @cached_property
     def derived(self) -> Config:
         """The config with what model and layout derive filled in."""
-        axes, config, given = self.config.parallel, self.config, self.given("parallel.sequence_parallel")
-        sequence_parallel, schedule = axes.tp > 1 if given is None else given, derive_schedule(axes)
-        layout = replace(axes, etp=axes.etp or axes.tp, sequence_parallel=sequence_parallel, schedule=schedule)
-        model = derive_model(config.model, config.train.seq_length)
-        return with_values(replace(config, model=model, parallel=layout), {"train.compile": derive_compile(config)})
+        return derive_sizes(self.config)
 
     @cached_property
     def sizes(self) -> dict[str, int]:
         """The size of each axis; dp and edp are rounded down where the layout does not fill the world."""
-        return axis_sizes(self.config, self.world_size, experts=self.experts)
+        return axis_sizes(self.config, self.world_size)
 
     @property
     def has_experts(self) -> bool:
-        return has_experts(self.config, experts=self.experts)
+        return self.config.model.moe.num_experts > 0
 
     @property
     def fills_the_world(self) -> bool:
         return self.world_size % dense_ranks(self.config) == 0
-
-    @property
-    def experts_fill_the_world(self) -> bool:
-        return self.world_size % expert_ranks(self.config) == 0
 
     @property
     def batch_unit(self) -> int:
@@ -146,60 +136,61 @@ def problems_of(case: Case, rules: Sequence[Rule], refused: Set[str] = frozenset
     found = [*broken(case, rules)]
     wrong, tried = {names[0] for names, _ in found}, dict[tuple[str, str], Set[str]]()
 
-    def breaks(name: str, value: Any) -> Set[str]:
+    def mends(name: str, value: Any, refused: str) -> bool:
         if (key := (name, repr(value))) not in tried:
             tried[key] = {names[0] for names, _ in broken(case.changed(name, value), rules)}
-        return tried[key]
-
-    def offered(name: str, names: list[str]) -> list[Any]:
-        mending = (one for one in candidates(case, name, names) if breaks(name, one) <= wrong - {names[0]})
-        return [*islice(mending, OFFERED)]
+        return tried[key] <= wrong - {refused}
 
     def problem(names: list[str], rule: str) -> Problem:
-        given, value = case.given(names[0]), case.value(names[0])
-        derived = f"derived as {yaml_value(value)}, " if given is None and value is not None else ""
+        refused, ways = names[0], list[str]()
+        given, value = case.given(refused), case.value(refused)
         changeable = [name for name in names if not name.isdigit()]
-        ways = [f"{case.label(name)}={choice}" for name in changeable if (choice := _choice(offered(name, names)))]
+        for name in changeable:
+            works = [*islice((one for one in candidates(case, name, names) if mends(name, one, refused)), OFFERED)]
+            if all(isinstance(one, int | None) for one in works):
+                works.sort(key=lambda one: (one is None, one))
+            ways += [f"{case.label(name)}={' or '.join(map(yaml_value, works))}"] if works else []
         hint = ", or ".join(ways[:WAYS]) or f"other values of {' and '.join(map(case.label, changeable))}"
-        return Problem(case.label(names[0]), given, derived + rule, hint)
+        derived = f"derived as {yaml_value(value)}, " if given is None and value is not None else ""
+        return Problem(case.label(refused), given, derived + rule, hint)
 
     return [problem(names, rule) for names, rule in found if not speaks_of(names, refused)]
 
 
 def candidates(case: Case, name: str, names: Sequence[str]) -> Iterator[Any]:
     """Other values of a setting that a rule about `names` may allow, each once, the likeliest first."""
-    setting, seen = SETTINGS.get(name), [case.given(name)]
+    setting, value, seen = SETTINGS.get(name), case.value(name), [case.given(name)]
     others = [int(other) if other.isdigit() else case.value(other) for other in names if other != name]
     numbers = [one for one in others if isinstance(one, int | float) and not isinstance(one, bool)]
-    for value in islice(_likely(setting, case.value(name), numbers, refused=name == names[0]), TRIED):
-        value = rounded(value) if isinstance(value, float) else value
-        if value not in seen and (value is None or (value > 0 if setting is None else not outside(setting, value))):
-            seen.append(value)
-            yield value
+    counted = (setting is None or setting.kind is int) and value is not None
+    likely = _whole_numbers(value, [one for one in numbers if isinstance(one, int) and one > 1]) if counted else []
+    likely += _of_its_kind(setting, value, numbers, refused=name == names[0]) if setting else []
+    for one in likely[:TRIED]:
+        one = rounded(one) if isinstance(one, float) else one
+        if one not in seen and (one is None or (one > 0 if setting is None else not outside(setting, one))):
+            seen.append(one)
+            yield one
 
 
-def _likely(setting: Setting | None, value: Any, others: Sequence[float], *, refused: bool) -> Iterator[Any]:
-    if (setting is None or setting.kind is int) and value is not None:
-        yield from _whole_numbers(value, [one for one in others if isinstance(one, int) and one > 1])
-    if setting is None:  # a size that the command gives
-        return
+def _of_its_kind(setting: Setting, value: Any, numbers: Sequence[float], *, refused: bool) -> list[Any]:
+    """Lists without one of their parts, choices, the other value of a switch, limits; default and null."""
+    ends = [*([setting.default] if setting.default != "auto" else []), *([None] if setting.nullable else [])]
     if isinstance(value, list) and setting.kind is not Any:
-        yield list(dict.fromkeys(value))
-        yield from (value[:at] + value[at + 1 :] for at in range(len(value)) if len(value) > 1)
-    elif setting.kind is Any and value is None:
-        yield "FOLDER"
-    elif setting.choices:  # of auto nobody knows what it will be, unless it is what the refused setting can be
-        yield from (one for one in setting.choices if one != "auto" or refused)
-    elif setting.kind is bool:
-        yield not value
-    elif setting.kind is float:
-        yield from (float(one) for one in setting.limits.values())
-        yield from (one * times for one in others for times in (1.0, 2.0, 0.5))
-    yield from [setting.default] if setting.default != "auto" else []
-    yield from [None] if setting.nullable else []
+        shorter = [value[:at] + value[at + 1 :] for at in range(len(value)) if len(value) > 1]
+        return [list(dict.fromkeys(value)), *shorter, *ends]
+    if setting.kind is Any and value is None:
+        return ["FOLDER", *ends]
+    if setting.choices:  # nobody knows what auto will be, unless the refused setting can be it
+        return [*(one for one in setting.choices if one != "auto" or refused), *ends]
+    if setting.kind is bool:
+        return [not value, *ends]
+    if setting.kind is float:
+        near = (one * times for one in numbers for times in (1.0, 2.0, 0.5))
+        return [*map(float, setting.limits.values()), *near, *ends]
+    return ends
 
 
-def _whole_numbers(value: int, others: Sequence[int]) -> list[int]:
+def _whole_numbers(value: int, others: Sequence[int]) -> list[Any]:
     """Numbers nearby, and multiples and divisors of the others and of their product, the nearest first."""
     found = {*range(value - NEAR, value + NEAR + 1)}
     for one in {*others, prod(others)}:
@@ -208,9 +199,3 @@ def _whole_numbers(value: int, others: Sequence[int]) -> list[int]:
         small = [part for part in range(1, min(isqrt(one), LARGEST_DIVISOR) + 1) if one % part == 0]
         found |= {*small, *(one // part for part in small)}
     return sorted(found, key=lambda number: (abs(number - value), number))
-
-
-def _choice(values: Sequence[Any]) -> str:
-    """`2 or 4 or null`"""
-    whole = all(isinstance(value, int | None) for value in values)
-    return " or ".join(map(yaml_value, sorted(values, key=lambda one: (one is None, one or 0)) if whole else values))

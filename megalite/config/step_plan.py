@@ -1,11 +1,11 @@
 """Which samples each step of a run takes: pure arithmetic on the settings.
 
-A step takes the samples after those of the steps before it. How many follows from the number of the first one alone
-(train.batch_ramp), so that a run which goes on, on any layout, needs to know nothing but how many samples it has
-consumed. A step of train.skip_steps consumes its samples like any other; nobody reads them.
+A step takes the samples after those of the steps before it. Their number follows from the first sample alone
+(train.batch_ramp), so that a run which goes on, on any layout, needs to know only how many samples it has consumed. A
+step of train.skip_steps consumes its samples like any other; nobody reads them.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -16,8 +16,8 @@ MOST_SIZES = 10_000
 
 @dataclass(frozen=True)
 class BatchRamp:
-    """Global batches of `sizes[0]` sequences at first, that grow to the next size at equal distances in samples, and
-    are full from sample `samples` on. Megatron-LM's --rampup-batch-size, in whole numbers."""
+    """Global batches that grow through the (ascending) sizes at equal distances in samples, and are full from sample
+    `samples` on. Megatron-LM's --rampup-batch-size, in whole numbers."""
 
     sizes: range
     samples: int = 0
@@ -46,23 +46,16 @@ def batch_ramp(train: TrainConfig) -> BatchRamp:
 
 def ramp_flaw(train: TrainConfig) -> str | None:
     """Why the numbers of train.batch_ramp are no ramp to train.global_batch_size, as a rule that they break."""
-    numbers, full = train.batch_ramp, f"train.global_batch_size={train.global_batch_size}"
-    if numbers is None:
+    if train.batch_ramp is None:
         return None
-    if len(numbers) != 3 or min(numbers) < 1:
+    if len(train.batch_ramp) != 3 or min(train.batch_ramp) < 1:
         return "must be three whole numbers, each at least 1: start, increment, samples"
-    start, increment, _ = numbers
+    start, increment, _ = train.batch_ramp
     steps, rest = divmod(train.global_batch_size - start, increment)
-    if steps < 0 or (steps, rest) == (0, 0):
-        return f"must start below {full}"
-    if rest:
-        return f"steps of {increment} do not lead from {start} to {full}"
-    return f"has more than {MOST_SIZES:,} sizes up to {full}" if steps > MOST_SIZES else None
-
-
-def ramp_sizes(train: TrainConfig) -> Sequence[int]:
-    """All sizes of global batches, ascending."""
-    return batch_ramp(train).sizes
+    if rest or not 0 < steps <= MOST_SIZES:
+        full = f"train.global_batch_size={train.global_batch_size}"
+        return f"steps of {increment} must lead from {start} to {full}, at most {MOST_SIZES:,} of them"
+    return None
 
 
 def samples_when_longer(samples: int, before: int, now: int) -> int:

@@ -1,7 +1,6 @@
-"""What a refusal says about a mistake: the setting, its value, the rule it breaks and what would work.
+"""Refusals: every check collects `Problem`s and raises one `UserError` with all of them.
 
-Every check in megalite collects `Problem`s and raises one `UserError` with all of them; the launcher prints the error
-once, without a traceback, and exits with status 2. Imports nothing but the standard library.
+The launcher prints the error once, without a traceback, and exits with status 2. Standard library only.
 """
 
 import contextlib
@@ -17,8 +16,8 @@ from megalite.errors.words import rounded, several
 
 LONGEST_SHOWN = 400
 REFUSED = 2  # exit status of a refused configuration or input
-# Control characters but newline and tab, what turns the direction of writing, and halves of characters (bytes of a file
-# name that are no UTF-8).
+# Control characters but newline and tab, marks of the writing direction, and halves of characters (bytes of a file name
+# that are no UTF-8).
 UNPRINTABLE = re.compile("[\0-\b\v-\f\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)")
 NO_VALUE = "\0"  # plain JSON, as problems travel between ranks; no command line can hold it
 
@@ -28,11 +27,11 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake. `setting` is a dotted name, a file or an environment variable; NO_VALUE is for what has none. The
-    `hint` says what would work.
+    """One mistake: a dotted setting, file or environment variable, its value (or NO_VALUE), the rule that it breaks and
+    what would work.
 
-    `here` marks what is wrong with files or variables here: other ranks may not see it. `alone` marks what no other
-    rank can be relied on to say: rank 0 is out of reach.
+    `here`: a mistake in files or variables, which other ranks may not see. `alone`: rank 0 is out of reach, so that
+    every rank must report the mistake.
     """
 
     setting: str
@@ -59,7 +58,6 @@ class UserError(Exception):
 
     def __init__(self, problems: Sequence[Problem] | Problem) -> None:
         self.problems = [problems] if isinstance(problems, Problem) else list(problems)
-        assert self.problems, "a UserError without a problem helps nobody"
         head = f"megalite: refused, {several(len(self.problems), 'problem')}:"
         super().__init__("\n".join([head, *(f"  {number}. {one}" for number, one in enumerate(self.problems, 1))]))
 
@@ -105,13 +103,13 @@ def printable(text: str) -> str:
 
 
 def to_stderr(text: str) -> None:
-    """Words that must not get lost, if anybody still listens: a terminal that is gone ends no save."""
+    """Print a message where a terminal is left; one that is gone ends no save."""
     with contextlib.suppress(OSError, ValueError):
         print(printable(text), file=sys.stderr, flush=True)
 
 
 def open_closed_streams() -> None:
-    """Let what was closed (`>&-`) lead nowhere: else the next files that are opened would take its place."""
+    """Let closed streams (`>&-`) lead nowhere: else the next files that are opened would take their place."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)

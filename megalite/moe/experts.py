@@ -120,7 +120,7 @@ class _ExpertMLP(torch.autograd.Function):
 @cache
 def _compiled_passes() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """On CUDA one kernel each. A number of rows that differs from step to step is compiled twice; beyond the compiler's
-    limit of variants they run as they are."""
+    limit of variants they run as they are. That limit is one for all partial functions: do not compile one."""
     return torch.compile(_scaled), torch.compile(_scaled_backward)
 
 

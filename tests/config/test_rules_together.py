@@ -14,15 +14,14 @@ from hypothesis import settings as sampling
 from hypothesis import strategies as st
 
 from megalite.config.compose import load_config
-from megalite.config.derive import derive
+from megalite.config.derive import derive, schedule_request
 from megalite.config.layout import exchange_of
-from megalite.config.parallel_rules import schedule_request
 from megalite.config.rule import full_name
 from megalite.config.rules import check
 from megalite.config.schedule_rules import ScheduleRequest, schedule_flaws
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from megalite.config.settings import SETTINGS, with_values
-from megalite.config.step_plan import ramp_sizes
+from megalite.config.step_plan import batch_ramp
 from megalite.data.samples import Blend, integer_weights
 from megalite.layout.groups import groups_of
 from megalite.layout.parameters import shard_of
@@ -200,7 +199,7 @@ def test_a_micro_batch_size_that_nobody_sets_suits_every_batch(
     assert check(derived, world_size) == []
     request = schedule_request(derived, world_size)
     sequences = derived.train.global_batch_size // request.microbatches
-    for size in ramp_sizes(derived.train):
+    for size in batch_ramp(derived.train).sizes:
         assert size % sequences == 0
         without = with_values(derived, {"train.batch_ramp": None, "train.global_batch_size": size})
         build_schedule(schedule_request(without, world_size))
@@ -301,4 +300,4 @@ def test_what_fp32_cannot_hold_is_refused_but_in_fp64(name: str) -> None:
 
 def test_an_eps_that_is_nothing_in_fp32_is_refused_before_it_divides() -> None:
     (problem,) = refusal("optimizer.eps=1e-60").problems
-    assert problem.hint == "optimizer.eps=1.0e-8, or precision=fp64"
+    assert problem.hint == "optimizer.eps=1e-08, or precision=fp64"

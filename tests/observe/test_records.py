@@ -1,4 +1,7 @@
-"""metrics.jsonl keeps each step once, events.jsonl everything, whatever a killed run left behind; logs are tame."""
+"""metrics.jsonl keeps each step once, events.jsonl everything, whatever a killed run left behind; logs are tame.
+
+Thinned numbers lose no peak, whatever the length of a run.
+"""
 
 import json
 import math
@@ -7,10 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
-from megalite.train.history import RunLog, open_record, read_events, read_metrics, seals
+from megalite.observe.run_data import MOST_POINTS, Series
+from megalite.train.history import RunLog, Seals, changes, open_record, read_events, read_metrics
 from megalite.train.saving import Progress
 
 
@@ -26,6 +33,20 @@ def test_resume_cuts_later_steps_and_a_torn_last_line(tmp_path: Path) -> None:
     metrics.write(json.dumps({"step": 4, "loss": 0.1 + 0.2, "grad_norm": math.inf}) + "\n")
     assert read_metrics(path) == [*whole[:3], {"step": 4, "loss": 0.1 + 0.2, "grad_norm": math.inf}]
     metrics.close()
+
+
+def test_a_seal_reads_what_was_added_and_an_edit_meanwhile_is_told(tmp_path: Path) -> None:
+    path, sealed = tmp_path / "metrics.jsonl", Seals(tmp_path)
+    for content, after in ((b"one\n", b"0ne\n"), (b"0ne\ntwo\n", b"0ne\ntwo\n")):
+        path.write_bytes(content)
+        record = sealed()
+        path.write_bytes(after)
+    whole = b"one\ntwo\n"
+    assert record["metrics.jsonl"] == {"bytes": len(whole), "hash": xxhash.xxh3_128_hexdigest(whole)}
+    (told,) = changes(tmp_path, record, 2)
+    assert "metrics.jsonl was changed" in told
+    path.write_bytes(whole)
+    assert changes(tmp_path, record, 2) == []
 
 
 @pytest.mark.parametrize("content", [b"mine\n", b'{"text": "mine"}\n'])
@@ -48,6 +69,7 @@ DAMAGED_EVENTS: list[dict[str, Any]] = [
     {"kind": "start", "time": "yesterday"},
     {"kind": "start", "step": -3},
     {"kind": "start", "about": [["model", 3]]},
+    {"kind": "start", "time": 1e17},
 ]
 DAMAGED = [
     '{"step": -3, "loss": 1.0}',
@@ -55,6 +77,8 @@ DAMAGED = [
     '{"step": 2, "loss": 1.0, "time_split": {"data": "long"}}',
     '{"step": 2}',
     '{"step": 2, "loss": 1',
+    '{"step": 2, "loss": 1e400}',
+    f'{{"step": 2, "loss": 1.0, "training_s": {"9" * 310}}}',
     '{"step": 2, "loss": 1.0, "note": "\udcff"}',
     "[" * 100_000,
     *(json.dumps({**event("start", 4), **damage}) for damage in DAMAGED_EVENTS),
@@ -78,8 +102,15 @@ def test_a_line_that_is_no_record_is_named_and_left_out(damage: str, tmp_path: P
 
 def test_a_record_that_cannot_be_read_costs_a_checkpoint_its_seal_and_no_run(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
-    (tmp_path / "events.jsonl").write_text("")
-    assert seals(tmp_path).keys() == {"events.jsonl"}
+    (tmp_path / "events.jsonl").write_text("one")
+    assert [seal["bytes"] for seal in Seals(tmp_path)().values()] == [0, 3]
+
+
+def test_of_many_bad_lines_the_first_are_named_and_that_there_are_more(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("bad\n" * 10)
+    said: list[str] = []
+    read_metrics(tmp_path / "metrics.jsonl", said.append)
+    assert said[0].endswith("in line 1, 2, 3, 4, 5, 6, 7, 8, 9, ...; left out")
 
 
 def test_what_a_killed_run_had_begun_stays_a_line_of_its_own_and_a_folder_is_refused(tmp_path: Path) -> None:
@@ -103,3 +134,32 @@ def test_control_characters_are_written_out_and_lines_stay_lines(tmp_path: Path)
     assert lines[1].endswith("INFO saved a\\x1b[2Jb\\x07")
     assert lines[2] == "\tand more"
     assert lines[3].endswith("ERROR failed\\rwell")
+
+
+VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3 * MOST_POINTS)
+
+
+@given(VALUES, st.integers(1, 1000))
+def test_least_greatest_and_mean_survive_and_the_length_is_bounded(values: list[float], every: int) -> None:
+    series = Series()
+    for at, value in enumerate(values, 1):
+        series.add(at * every, value)
+        series.add(at * every, math.nan)  # leaves no trace
+    steps, means, low, high = zip(*series.points(), strict=True)
+    assert MOST_POINTS / 2 <= len(steps) <= MOST_POINTS or len(steps) == len(values)
+    assert (min(low), max(high)) == (min(values), max(values))
+    assert list(steps) == sorted({*steps})
+    if len(steps) == len(values):
+        assert list(means) == values
+        assert (steps[0], steps[-1]) == (every, len(values) * every)
+    assert all(least <= mean + 1e-6 and mean <= most + 1e-6 for mean, least, most in zip(means, low, high, strict=True))
+
+
+def test_a_single_spike_among_a_hundred_thousand_steps_is_seen() -> None:
+    series = Series()
+    for step in range(1, 100_001):
+        series.add(step, 50.0 if step == 77_777 else 2.0)
+    (spike,) = [point for point in series.points() if point[3] == 50.0]
+    assert spike[0] == pytest.approx(77_777, abs=300)
+    assert len(series.points()) <= MOST_POINTS
+    assert Series().points() == []

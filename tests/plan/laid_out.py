@@ -10,5 +10,6 @@ from megalite.layout.ranks import ParallelLayout
 
 
 def laid_out(world_size: int, *, experts: bool = False, **axes: Any) -> ParallelLayout:
-    config = with_values(Config(), {f"parallel.{axis}": size for axis, size in axes.items()})
-    return checked_layout(Case(config, world_size, experts))
+    values = {f"parallel.{axis}": size for axis, size in axes.items()}
+    values["model.moe.num_experts"] = axes.get("ep", 1) if experts or not axes.keys().isdisjoint(("ep", "etp")) else 0
+    return checked_layout(Case(with_values(Config(), values), world_size))

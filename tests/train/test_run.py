@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import megalite.data.batches as batches_module
 import megalite.train.loop as loop_module
+import megalite.train.saving as saving_module
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.commands.train import train_rank
 from megalite.config.derive import derive
@@ -24,10 +26,10 @@ from megalite.data.batches import StepBatches
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import read_environment
+from megalite.launch.watchdog import Watchdog
 from megalite.layout.ranks import ParallelLayout
 from megalite.optim.schedule import learning_rate
-from megalite.train import setup as setting_up
-from megalite.train.history import read_events, read_metrics
+from megalite.train.history import RunLog, read_events, read_metrics
 from megalite.train.metrics import Meter, StepMetrics
 from megalite.train.step import PendingMetrics, TrainStep
 from tests.ranks import run_ranks
@@ -55,8 +57,8 @@ def at_step(step: int, action: Callable[[], object], monkeypatch: pytest.MonkeyP
     """Call `action` when the metrics of `step` have been read."""
     add = Meter.add
 
-    def and_act(self: Meter, metrics: StepMetrics, data: StepBatches, lr: float) -> None:
-        add(self, metrics, data, lr)
+    def and_act(self: Meter, metrics: StepMetrics, data: StepBatches) -> None:
+        add(self, metrics, data)
         if data.planned.step == step:
             action()
 
@@ -70,6 +72,12 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def losses(run_dir: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_metrics(run_dir / "metrics.jsonl") if "loss" in record}
+
+
+def kinds(run_dir: Path) -> list[tuple[str, int]]:
+    """The events of a run, but for measurements and samples, and their steps."""
+    events = read_events(run_dir / "events.jsonl")
+    return [(it["kind"], it["step"]) for it in events if it["kind"] not in ("ranks", "sample")]
 
 
 def checkpoints(run_dir: Path) -> list[int]:
@@ -159,7 +167,7 @@ def test_dropping_one_piece_of_state_is_noticed(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropped: str
 ) -> None:
     """The negative control of every resume test: tensors of one kind are read into nowhere."""
-    pieces_of = setting_up.training_pieces
+    pieces_of = saving_module.training_pieces
 
     def incomplete(*args: Any) -> list[Any]:
         return [
@@ -167,7 +175,7 @@ def test_dropping_one_piece_of_state_is_noticed(
             for piece in pieces_of(*args)
         ]
 
-    monkeypatch.setattr(setting_up, "training_pieces", incomplete)
+    monkeypatch.setattr(saving_module, "training_pieces", incomplete)
     assert resume_differs(text, tmp_path, monkeypatch)
 
 
@@ -216,6 +224,67 @@ LAYOUTS = [
     pytest.param(ParallelLayout(tp=2), id="tp2", marks=pytest.mark.long),
     pytest.param(ParallelLayout(tp=2, dp=2), id="tp2-dp2"),
 ]
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another(text: Path, tmp_path: Path) -> None:
+    first, second = config_for(text, tmp_path / "first"), config_for(text, tmp_path / "second")
+    other = replace(config_for(text, tmp_path / "other"), seed=99)
+    for config in (first, second, other):
+        assert start(config) == 0
+    assert losses(tmp_path / "first") == losses(tmp_path / "second")
+    assert losses(tmp_path / "first") != losses(tmp_path / "other")
+
+
+def test_a_save_that_fails_does_not_end_training(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = saving_module.save
+
+    def full_at_step_4(folder: Path, step: int, *args: Any, **kwargs: Any) -> Any:
+        if step == 4:
+            raise saving_module.CheckpointError("the checkpoint of step 4 was not saved: no space left on device")
+        return save(folder, step, *args, **kwargs)
+
+    monkeypatch.setattr(saving_module, "save", full_at_step_4)
+    assert start(config_for(text, tmp_path / "run")) == 0
+    assert "no space left" in capsys.readouterr().out
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").glob("step-*"))] == [
+        "step-00000008",
+        "step-00000012",
+    ]
+
+
+def test_bf16_trains_with_fp32_masters(text: Path, tmp_path: Path) -> None:
+    config = replace(config_for(text, tmp_path / "run", steps=60), precision="bf16")
+    assert start(config) == 0
+    values = losses(tmp_path / "run")
+    assert values[60] < values[1] - 0.5
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_a_crash_is_recorded_though_the_lock_cannot_be_read(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash() -> None:
+        raise ValueError("a bug")
+
+    at_step(2, crash, monkeypatch)
+    monkeypatch.setattr(RunFolder, "lost", lambda self: "its lock names nobody")
+    with pytest.raises(ValueError, match="a bug"):
+        start(config_for(text, tmp_path / "run"))
+    assert read_events(tmp_path / "run" / "events.jsonl")[-1]["message"] == "ValueError: a bug"
+
+
+def test_the_end_is_recorded_when_no_watchdog_waits_for_other_ranks(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trackers may take longer than ranks wait for each other."""
+    order: list[str] = []
+    add = RunLog.add
+    monkeypatch.setattr(RunLog, "add", lambda log, record: (order.append(record.get("kind", "")), add(log, record)))
+    monkeypatch.setattr(Watchdog, "stop", lambda self: order.append("watchdog"))
+    assert start(config_for(text, tmp_path / "run")) == 0
+    assert order.index("watchdog") < order.index("finished")
 
 
 def run_on(layout: ParallelLayout, config: Config, function: Any, interval: int = 0) -> list[Any]:
