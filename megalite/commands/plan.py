@@ -132,7 +132,7 @@ def buffers(options: Namespace, overrides: list[str]) -> Shown:
     config = derive_vocabulary(config, vocabulary_of(config))
     world = rules.checked_layout(Case(config, world_size))
     kept = partial(bytes_of_rank, precision=config.precision, optimizer=config.optimizer)
-    axes, *of_experts = header_lines(world)[: 1 + world.has_experts]
+    axes, *of_experts = header_lines(world)
     about = f"{config.model.name}, {axes}, {config.precision}, vocabulary {config.model.vocab_size:,}"
     return Shown([about, *of_experts, *buffer_lines(rank_buffers(config, world, options.rank), kept)])
 

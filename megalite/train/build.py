@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -160,8 +160,7 @@ def build_training(config: Config, context: ParallelContext) -> Training:
     for chunk in chunks:
         chunk.set_main_grads({name: main_grads[name] for name in chunk.main_grad_parameters})
         chunk.before_use = gather.wait_for
-    directions: tuple[Direction, ...] = ("forward", "backward")
-    ways = {way: group for way in directions if (group := context.group(f"pp-{way}")) is not None}
+    ways = {way: group for way in get_args(Direction) if (group := context.group(f"pp-{way}")) is not None}
     request = partial(ScheduleRequest, axes.schedule, axes.pp, vpp=axes.vpp, group_size=axes.microbatch_group_size)
     executor = Executor(
         chunks,

@@ -45,8 +45,6 @@ from megalite.train.step import PendingMetrics, TrainStep
 # An accelerator runs ahead of the host: its metrics are read one step late. A CPU's are there at once.
 LATENESS = {"cpu": 0, "cuda": 1}
 PROFILES, ROWS = "profile", 30  # the folder in a run's, and rows of its tables
-# A step that the device works on, and its metrics, which have not been read yet; None: a step of train.skip_steps.
-Launched = tuple[StepBatches, PendingMetrics | None]
 BROKEN_OFF = "asked to stop: the {} after step {} is broken off, nothing of it is recorded"
 
 
@@ -118,7 +116,7 @@ def train(job: Job, saver: Saver) -> None:
     config, clock, settings = job.config, job.training.clock, job.config.train
     train_step, meter = TrainStep(job.training, config.optimizer, job.context), Meter(config, job.context, job.measured)
     late, interval = LATENESS[job.context.device.type], job.evaluation_interval
-    launched = deque[Launched]()
+    launched = deque[tuple[StepBatches, PendingMetrics | None]]()  # steps whose metrics have not been read yet
     hooks: list[tuple[int, bool, Callable[[int], None]]] = [  # after how many steps (0: never), at the end too, what
         (settings.check_replicas_every, False, partial(check_replicas, job.training, job.context)),
         (interval, interval > 0, partial(evaluate_model, job)),
