@@ -26,7 +26,7 @@ from megalite.checkpoint.run_folder import RunFolder
 from megalite.config.files import write_atomically
 from megalite.config.schema import Config
 from megalite.config.step_plan import planned_steps
-from megalite.data.batches import StepBatches, TrainBatches, validation_batches
+from megalite.data.batches import StepBatches, train_batches, validation_batches
 from megalite.data.open import OpenedData
 from megalite.errors.problems import Problem, UserError, refuse
 from megalite.errors.words import several
@@ -130,9 +130,9 @@ def train(job: Job, saver: Saver) -> None:
 
     steps = planned_steps(settings, done=job.progress.step, samples=job.progress.samples)
     steps = takewhile(lambda planned: planned.step <= settings.steps, steps)
-    place = {**data_share(config, job.context), "device": job.context.device}
+    share, device = data_share(config, job.context), job.context.device
     try:
-        with TrainBatches(job.data.train, config, steps, **place) as batches:
+        with train_batches(job.data.train, config, steps, device, share) as batches:
             if job.owes_evaluation():
                 evaluate_model(job, job.progress.step)
             clock.restart()
@@ -239,7 +239,7 @@ def evaluate_model(job: Job, step: int) -> None:
     """The validation set after a step."""
     assert job.data.validation is not None, "else no evaluation is due"
     begin, share = time.perf_counter(), data_share(job.config, job.context)
-    batches = validation_batches(job.data.validation, job.config, **share, device=job.context.device)
+    batches = validation_batches(job.data.validation, job.config, job.context.device, share)
     metrics = evaluate(job.training, job.context, batches, job.data.bytes_of_ids, job.go_on)
     if metrics is None:
         job.log.note(BROKEN_OFF.format("evaluation", step))
