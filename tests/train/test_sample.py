@@ -73,7 +73,6 @@ def test_samples_are_written_on_the_way_and_at_the_end_and_change_nothing(
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param(ParallelLayout(dp=2), id="dp2", marks=pytest.mark.long),
         pytest.param(ParallelLayout(tp=2, dp=2), id="tp2-dp2", marks=pytest.mark.long),
         pytest.param(ParallelLayout(tp=2, pp=2), id="tp2-pp2"),
     ],
