@@ -4,20 +4,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
-from megalite.config.derive import derive_schedule, schedule_request
+from megalite.config.derive import schedule_request
 from megalite.config.layout import (
     AXES,
     STAGE_NAMES,
     drops_probabilities,
     exchange_of,
     exchanges_heads,
-    expert_ranks,
     layout_of,
+    least_world,
     local_heads,
     stage_settings,
 )
-from megalite.config.rule import Case, Found, Rule, problems_of
-from megalite.config.schedule_rules import SCHEDULE_TRAITS, schedule_flaws
+from megalite.config.rule import Case, Found, Rule, problems_of, routes
+from megalite.config.schedule_rules import schedule_flaws
 from megalite.config.step_plan import batch_ramp, ramp_flaw
 from megalite.errors.problems import refuse
 from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, EXPERT_NAME, ParallelLayout, strides_of
@@ -32,23 +32,18 @@ def checked_layout(case: Case) -> ParallelLayout:
     return layout_of(case.config, case.world_size)
 
 
-def order_places_the_axes(case: Case) -> Iterator[Found]:
-    """An axis that the order leaves out has no place unless its size is 1."""
-    named = case.config.parallel.order.split("-")
-    misnamed = sorted(named) != sorted({*named} & {*AXES})
-    yield misnamed, "order", f"must name axes of {', '.join(AXES)}, in lower case and none twice"
-    for axis in AXES if not misnamed else ():
-        size = max(case.sizes[axis], case.sizes[EXPERT_NAME.get(axis, axis)])
-        yield axis not in named and size > 1, "order", f"has no place for {axis}, which has size {size}"
-
-
-def pipelines_agree(case: Case) -> Iterator[Found]:
-    """Activations flow along one pipeline, so dense layers and experts must agree who is next."""
-    axes, fills = case.config.parallel, case.fills_the_world and case.world_size % expert_ranks(case.config) == 0
-    virtual = "virtual stages divide the stages of a pipeline, and {1} has none"
-    yield axes.vpp > 1 and axes.pp == 1, "vpp pp", virtual
-    if axes.pp > 1 and case.has_experts and fills and not any(row[0] for row in order_places_the_axes(case)):
-        dense, expert = (strides_of(axes.order, case.sizes, known)["pp"] for known in (DENSE_AXES, EXPERT_AXES))
+def axes_have_places(case: Case) -> Iterator[Found]:
+    """Activations flow along one pipeline, so dense layers and experts must agree which stages are neighbours."""
+    axes, sizes, named = case.config.parallel, case.sizes, case.config.parallel.order.split("-")
+    yield axes.vpp > 1 and axes.pp == 1, "vpp pp", "virtual stages divide the stages of a pipeline, and {1} has none"
+    if sorted(named) != sorted({*named} & {*AXES}):
+        yield True, "order", f"must name axes of {', '.join(AXES)}, in lower case and none twice"
+        return
+    large = [axis for axis in AXES if max(sizes[axis], sizes[EXPERT_NAME.get(axis, axis)]) > 1]
+    missing = [axis for axis in large if axis not in named]
+    yield missing, "order", f"has no place for {', '.join(missing)} of sizes above 1"
+    if axes.pp > 1 and routes(case) and case.world_size % least_world(case.config) == 0 and not missing:
+        dense, expert = (strides_of(axes.order, sizes, known)["pp"] for known in (DENSE_AXES, EXPERT_AXES))
         rule = f"neighbouring stages are {dense} ranks apart for dense layers, {expert} for experts"
         yield dense != expert, "order", rule
 
@@ -72,18 +67,16 @@ def stages_hold_all_layers(case: Case) -> Iterator[Found]:
 
 
 def batches_suit_the_schedule(case: Case) -> Iterator[Found]:
-    train, schedule, unit = case.config.train, derive_schedule(case.config.parallel), case.batch_unit
-    uneven = case.fills_the_world and train.global_batch_size % unit
+    unit = case.batch_unit
+    uneven = case.fills_the_world and case.config.train.global_batch_size % unit
     rule = f"not a multiple of {unit}, a micro-batch for each data-parallel rank"
     yield uneven, f"global_batch_size micro_batch_size world_size {unit}", rule
     for name, rule in schedule_flaws(schedule_request(case.config, case.world_size)):
         yield True, " ".join(dict.fromkeys((name, "parallel.schedule", "parallel.vpp", "parallel.pp"))), rule
-    late = train.compile and SCHEDULE_TRAITS[schedule].splitting
-    yield late, "compile parallel.schedule", "compiled blocks cannot put their weight gradients off, as {1} does"
 
 
 def batches_grow_to_the_full_size(case: Case) -> Iterator[Found]:
-    """All batches of a ramp suit ranks and schedule. What the full one breaks is for other rules to say."""
+    """All batches of a ramp suit ranks and schedule. Other rules judge the full one."""
     train, unit, request = case.config.train, case.batch_unit, schedule_request(case.config, case.world_size)
     sizes, flaw = batch_ramp(train).sizes, ramp_flaw(train)
     yield flaw, "batch_ramp", str(flaw)
@@ -96,40 +89,29 @@ def batches_grow_to_the_full_size(case: Case) -> Iterator[Found]:
             yield True, "batch_ramp", f"has batches of {many} microbatches: {rule}"
 
 
-def _has_mlp(case: Case) -> bool:
-    return len(case.config.model.expert_layers) < case.config.model.num_layers
-
-
-def layers_split_over_tensor_parallel_ranks(case: Case) -> Iterator[Found]:
-    axes, heads = case.derived.parallel, case.derived.model.num_attention_heads
-    tp, groups = axes.tp, case.derived.model.num_key_value_heads
+def ranks_hold_equal_shares(case: Case) -> Iterator[Found]:
+    """Layers are cut over tp, key-value heads cut or copied; the optimizer's instances divide its replicas."""
+    model, tp, sizes = case.derived.model, case.config.parallel.tp, case.sizes
+    heads, groups, instances = model.num_attention_heads, model.num_key_value_heads, case.config.optimizer.instances
     apart = heads % groups == 0 and groups != heads and groups % tp and tp % groups
     yield apart, "num_key_value_heads tp num_attention_heads", "neither a multiple nor a divisor of {1}"
-    yield tp == 1 and axes.sequence_parallel, "sequence_parallel tp", "has no effect with {1}"
-
-
-def instances_split_the_replicas(case: Case) -> Iterator[Found]:
-    """The optimizer's state has instances over dp x cp; that of the experts, over edp."""
-    optimizer, sizes = case.config.optimizer, case.sizes
-    replicas = [("dp x cp", sizes["dp"] * sizes["cp"])] if optimizer.zero and case.fills_the_world else []
-    if replicas and case.config.model.moe.num_experts and case.world_size % expert_ranks(case.config) == 0:
-        replicas.append(("edp", sizes["edp"]))
-    for name, ranks in replicas:
-        yield ranks % optimizer.instances, f"instances tp pp {ranks}", f"does not divide {name} = {ranks}"
-
-
-def sequences_divide(case: Case) -> Iterator[Found]:
-    axes = case.derived.parallel
-    parts = axes.tp if axes.sequence_parallel else 1
-    pieces = parts if axes.cp == 1 else 2 * axes.cp * parts
-    rule = f"not a multiple of {pieces}, its pieces with {{1}} and {{2}}"
-    yield case.config.train.seq_length % pieces, f"seq_length cp tp sequence_parallel {pieces}", rule
+    mlp = len(model.expert_layers) < model.num_layers
+    yield mlp and model.ffn_hidden_size % tp, "model.ffn_hidden_size tp", "not a multiple of {1}"
+    replicas = {"dp x cp": sizes["dp"] * sizes["cp"]} if case.config.optimizer.zero and case.fills_the_world else {}
+    if replicas and routes(case) and case.world_size % least_world(case.config) == 0:
+        replicas["edp"] = sizes["edp"]
+    for name, ranks in replicas.items():
+        yield ranks % instances, f"instances tp pp {ranks}", f"does not divide {name} = {ranks}"
 
 
 def context_ranks_can_exchange(case: Case) -> Iterator[Found]:
-    """Heads divide over ranks that swap them, a ring's pieces fill a block, and dropout needs whole rows."""
-    config, axes, exchange = case.config, case.config.parallel, exchange_of(case.config)
+    """Pieces of a sequence are equal, a ring's fill a block, heads divide over ranks that swap them, and dropout needs
+    whole rows."""
+    config, axes, exchange = case.config, case.derived.parallel, exchange_of(case.config)
     (heads, groups), cp, kind, size = local_heads(config), axes.cp, axes.cp_comm, axes.cp_alltoall
+    pieces = (axes.tp if axes.sequence_parallel else 1) * (1 if cp == 1 else 2 * cp)
+    rule = f"not a multiple of {pieces}, its pieces with {{1}} and {{2}}"
+    yield config.train.seq_length % pieces, f"seq_length cp tp sequence_parallel {pieces}", rule
     if cp == 1:  # other rules say that the settings have no effect
         return
     have, both = f"the {heads} query and {groups} key-value heads of a rank", kind == "alltoall+ring"
@@ -139,7 +121,7 @@ def context_ranks_can_exchange(case: Case) -> Iterator[Found]:
     yield kind == "alltoall" and not divides, "cp_comm cp", f"{have} do not divide over {{1}}"
     rule = f"{{1}} must be a product of two sizes above 1, over the first of which divide {have}"
     yield both and not (product and divides), "cp_alltoall cp cp_comm" if size else "cp_comm cp", rule
-    tokens, rest = divmod(case.config.train.seq_length, 2 * exchange.ring)
+    tokens, rest = divmod(config.train.seq_length, 2 * exchange.ring)
     rule = f"leaves {{1}} pieces of {tokens} tokens, shorter than a block of {BLOCK}"
     yield exchange.ring > 1 and not rest and tokens < BLOCK, f"seq_length cp cp_comm {2 * exchange.ring * BLOCK}", rule
     rule = "with {1} no rank has whole rows of probabilities to drop from"
@@ -149,19 +131,16 @@ def context_ranks_can_exchange(case: Case) -> Iterator[Found]:
 
 
 LAYOUT_RULES: tuple[Rule, ...] = (
-    order_places_the_axes,
+    axes_have_places,
     ("world_size", "not a multiple of", "tp cp pp"),
-    ("world_size", "not a multiple of", "etp ep pp", lambda case: case.has_experts),
-    pipelines_agree,
+    ("world_size", "not a multiple of", "etp ep pp", routes),
 )
+EXPERT_RULES: tuple[Rule, ...] = (("num_experts", "not a multiple of", "ep"),)
 STAGE_RULES: tuple[Rule, ...] = (stages_hold_all_layers,)
 SCHEDULE_RULES: tuple[Rule, ...] = (batches_suit_the_schedule,)
-CONTEXT_RULES: tuple[Rule, ...] = (sequences_divide, context_ranks_can_exchange)
-EXPERT_RULES: tuple[Rule, ...] = (("num_experts", "not a multiple of", "ep"),)
 PARALLEL_RULES: tuple[Rule, ...] = (
     *(*LAYOUT_RULES, *EXPERT_RULES, *STAGE_RULES, *SCHEDULE_RULES, batches_grow_to_the_full_size),
     ("num_attention_heads", "not a multiple of", "tp"),
-    ("model.ffn_hidden_size", "not a multiple of", "tp", _has_mlp),
     ("vocab_multiple", "below", "tp"),  # a small vocabulary, padded to it, might leave a rank without rows
-    *(layers_split_over_tensor_parallel_ranks, instances_split_the_replicas, *CONTEXT_RULES),
+    *(ranks_hold_equal_shares, context_ranks_can_exchange),
 )

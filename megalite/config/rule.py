@@ -34,6 +34,7 @@ RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "not a multiple of": operator.mod,
     "does not divide": lambda one, other: other % one,
     "above": operator.gt,
+    "not above": operator.le,
     "below": operator.lt,
 }
 TRIED, OFFERED, WAYS = 80, 3, 4  # values of one setting, those of them that are offered, and settings
@@ -65,6 +66,9 @@ class Case:
         given = self.given(name)
         return value_of(self.derived, name) if given is None and name in SETTINGS else given
 
+    def values(self, words: str) -> list[Any]:
+        return [self.value(full_name(word)) for word in words.split()]
+
     def changed(self, name: str, value: Any) -> "Case":
         change = {"config": with_values(self.config, {name: value})} if name in SETTINGS else {name: value}
         return replace(self, **change)
@@ -85,10 +89,6 @@ class Case:
     def sizes(self) -> dict[str, int]:
         """The size of each axis; dp and edp are rounded down where the layout does not fill the world."""
         return axis_sizes(self.config, self.world_size)
-
-    @property
-    def has_experts(self) -> bool:
-        return self.config.model.moe.num_experts > 0
 
     @property
     def fills_the_world(self) -> bool:
@@ -112,8 +112,13 @@ def broken(case: Case, rules: Iterable[Rule]) -> Iterator[tuple[list[str], str]]
                 yield names, sentence
 
 
+def routes(case: Case) -> bool:
+    """Whether the model is a mixture of experts."""
+    return case.config.model.moe.num_experts > 0
+
+
 def _related(case: Case, name: str, relation: str, others: str, when: Callable[[Case], Any] = bool) -> Found:
-    values = [case.value(full_name(word)) for word in (name, *others.split())]
+    values = case.values(f"{name} {others}")
     wrong = None not in values and when(case) and RELATIONS[relation](values[0], prod(values[1:]))
     return wrong, f"{name} {others}", f"{relation} {' x '.join(f'{{{at}}}' for at in range(1, len(values)))}"
 

@@ -5,7 +5,7 @@ machine must have is in `machine_rules.py`. A rule that speaks of a setting that
 """
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from ctypes import c_float
 from typing import Any
 
@@ -14,7 +14,8 @@ from megalite.config.device_rules import graph_obstacles, precision_clashes
 from megalite.config.layout import exchange_of
 from megalite.config.machine_rules import MACHINE_RULES
 from megalite.config.parallel_rules import PARALLEL_RULES
-from megalite.config.rule import Case, Found, Rule, broken, full_name, problems_of, speaks_of
+from megalite.config.rule import Case, Found, Rule, broken, full_name, problems_of, routes, speaks_of
+from megalite.config.schedule_rules import SCHEDULE_TRAITS
 from megalite.config.schema import LEAST_FLEX_HEAD, Config
 from megalite.config.settings import SETTINGS, bounds, outside, with_values
 from megalite.errors.problems import Problem
@@ -22,6 +23,7 @@ from megalite.errors.problems import Problem
 LARGEST_SHARE = 1e12
 ROUNDED = [one for one in SETTINGS.values() if one.kind in (float, list[float]) and one.group != "data"]
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+NO_EFFECT = "has no effect with {1}"
 
 # Settings that stay at their defaults unless a switch has the value needed, or a larger number: without it they have no
 # effect.
@@ -36,7 +38,6 @@ INERT: list[Inert] = [
     ("rope_scaling", "yarn", "rope_beta_slow rope_beta_fast rope_truncate rope_attention_factor"),
     ("rope_scaling", "yarn", "rope_mscale rope_mscale_all_dim"),
     ("cp", 2, "cp_comm cp_alltoall"),
-    ("tp", 2, "async_tp"),
     ("num_experts", 1, "ep"),
     ("score", "softmax", "pre_softmax"),
     ("precision", "fp16", "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
@@ -52,6 +53,28 @@ UNUSED: list[Inert] = [
     ("position", "learned", "max_positions"),
     ("sample_tokens", 1, "sample_interval sample_prompts"),
     ("eval_interval", 1, "eval_batches"),
+]
+
+# Values of a setting that do not go with values of another, which follows; further settings are tried for the hint.
+# `bool` stands for every value but null, 0 and false.
+FLASH, SPLITTING = ("cudnn", "flash", "fa4"), {name for name, traits in SCHEDULE_TRAITS.items() if traits.splitting}
+Values = Collection[Any] | Callable[[Any], Any]
+CLASHES: list[tuple[str, Values, str, Values, str]] = [
+    ("rope_scaling", {"linear", "yarn"}, "rope_scaling_factor", {1}, NO_EFFECT),
+    ("sequence_parallel", {True}, "tp", {1}, NO_EFFECT),
+    ("attention", {*FLASH, "flex"}, "device", {"cpu"}, NO_EFFECT),
+    ("attention", {*FLASH, "flex"}, "attention_dropout", bool, "has no effect with {1}, which takes plain products"),
+    ("attention", {"flex"}, "compile parallel.schedule", {False}, "must be compiled, and is not with {1} and {2}"),
+    ("attention", {"flex"}, "head_size", range(LEAST_FLEX_HEAD), f"takes heads from {LEAST_FLEX_HEAD} on"),
+    ("attention", FLASH, "cross_document_attention", {False}, "these kernels do not take documents ({1})"),
+    ("attention", FLASH, "precision", {"fp32"}, "these kernels do not take {1}"),
+    ("attention", {*FLASH, "flex"}, "precision", {"fp64"}, "these kernels do not take {1}"),
+    ("async_tp", {True}, "sequence_parallel tp", {False}, NO_EFFECT),
+    ("async_tp", {True}, "compile parallel.schedule", {False}, "is the compiler's, and has no effect with {1} and {2}"),
+    ("async_tp", {True}, "device", {"cpu"}, NO_EFFECT),
+    ("async_tp", {True}, "fp8", bool, "joins a product with what {1} rounds before"),
+    ("compile", {True}, "parallel.schedule", SPLITTING, "compiled blocks cannot put weight gradients off, as {1} does"),
+    ("communication_dtype", {"fp32"}, "gradient_dtype", {"bf16"}, "with {1} it sends twice the bytes of rounded sums"),
 ]
 
 
@@ -79,120 +102,93 @@ def without_effect(case: Case, table: list[Inert], given: Collection[str] = SETT
         on = value == needed or (isinstance(needed, int) and value > needed)
         for name in map(full_name, () if on else names.split()):
             idle = name in given and case.given(name) not in (SETTINGS[name].default, [])
-            yield idle, f"{name} {switch}", "has no effect with {1}"
+            yield idle, f"{name} {switch}", NO_EFFECT
 
 
 def settings_have_an_effect(case: Case) -> Iterator[Found]:
-    """What is asked for is done; what a preset says of experts that the command takes away may stay."""
+    """What a preset says of experts that the command takes away may stay."""
     departures = case.config.departures
     yield from without_effect(case, INERT)
     yield from without_effect(case, ASKED, departures)
     yield from without_effect(case, OF_EXPERTS, departures if EXPERTS in departures else SETTINGS)
 
 
+def settings_go_together(case: Case) -> Iterator[Found]:
+    for name, values, others, clashing, sentence in CLASHES:
+        pairs = zip(case.values(f"{name} {others}"), (values, clashing), strict=False)
+        wrong = all(wanted(value) if callable(wanted) else value in wanted for value, wanted in pairs)
+        yield wrong, f"{name} {others}", sentence
+
+
 def heads_and_positions_fit(case: Case) -> Iterator[Found]:
-    model, derived = case.config.model, case.derived.model
-    rope, kind, scaled = model.position == "rope", model.rope_scaling, model.rope_scaling_factor > 1
+    model, derived, scaling = case.config.model, case.derived.model, _scaling(case)
+    learned = model.position == "learned" and case.config.train.seq_length > derived.max_positions
     splits = model.head_size or model.hidden_size % model.num_attention_heads == 0
-    beyond = not rope and case.config.train.seq_length > derived.max_positions
+    odd = splits and model.position == "rope" and derived.head_size % 2
     yield not splits, "hidden_size num_attention_heads head_size", "not a multiple of {1}"
-    yield splits and rope and derived.head_size % 2, "head_size position model.hidden_size", "must be even with {1}"
-    yield beyond, "seq_length max_positions position", "longer than the table of learned positions, {1}"
-    yield kind != "llama3" and not scaled, "rope_scaling rope_scaling_factor", "has no effect with {1}"
-    if not rope or not scaled:
-        return
-    open_ = kind != "linear" and case.given("model.rope_original_positions") is None
-    flat = kind == "llama3" and model.rope_high_frequency_factor <= model.rope_low_frequency_factor
+    yield odd, "head_size position model.hidden_size", "must be even with {1}"
+    yield learned, "seq_length max_positions position", "longer than the table of learned positions, {1}"
+    bare = scaling in ("llama3", "yarn") and model.rope_original_positions is None
+    yield bare, "rope_original_positions rope_scaling", "must be set with {1}, to the context length before scaling"
+    yield scaling == "yarn" and model.rope_theta <= 1, "rope_theta rope_scaling", "must be above 1 with {1}"
     scales = (model.rope_mscale, model.rope_mscale_all_dim)
     twice = scales.count(None) == 1 or (model.rope_attention_factor is not None and scales != (None, None))
-    yield open_, "rope_original_positions rope_scaling", "must be set with {1}, to the context length before scaling"
-    yield flat, "rope_high_frequency_factor rope_low_frequency_factor", "must be above {1}"
-    if kind == "yarn":
-        yield model.rope_beta_fast <= model.rope_beta_slow, "rope_beta_fast rope_beta_slow", "must be above {1}"
-        yield model.rope_theta <= 1, "rope_theta rope_scaling", "must be above 1 with {1}"
-        names = "rope_mscale rope_mscale_all_dim rope_attention_factor"
-        yield twice, names, "the factor is given by this together with {1}, or by {2} alone"
+    names = "rope_mscale rope_mscale_all_dim rope_attention_factor"
+    yield scaling == "yarn" and twice, names, "the factor is given by this together with {1}, or by {2} alone"
+
+
+def _scaling(case: Case) -> str | None:
+    """How rotary positions are scaled; None where they are not."""
+    model = case.config.model
+    return model.rope_scaling if model.position == "rope" and model.rope_scaling_factor > 1 else None
 
 
 def experts_are_chosen_and_placed(case: Case) -> Iterator[Found]:
     model, axes, moe = case.derived.model, case.derived.parallel, case.config.model.moe
     experts, k, groups, chosen = moe.num_experts, moe.top_k, moe.num_groups, moe.top_k_groups
-    modules, width, softmax = case.config.train.recompute_modules, model.moe.ffn_hidden_size, moe.score == "softmax"
-    yield not experts and axes.etp != axes.tp, "etp num_experts tp", "has no effect with {1}"
-    yield not experts and "moe" in modules, "recompute_modules num_experts", "moe has no effect with {1}"
+    yield not experts and axes.etp != axes.tp, "etp num_experts tp", NO_EFFECT
     if not experts:
+        moe_outputs = "moe" in case.config.train.recompute_modules
+        yield moe_outputs, "recompute_modules num_experts", "moe has no effect with {1}"
         return
+    softmax, learns = moe.score == "softmax", k > 1 or case.config.checkpoint.init_from is not None
+    after = softmax and not moe.pre_softmax  # the choice: over the chosen experts alone
     few = chosen <= groups and experts // groups * chosen < k <= experts
     dropped = moe.capacity_factor is not None and moe.capacity_factor * k < 1
-    after = softmax and not moe.pre_softmax  # the choice: over the chosen experts alone
-    learns = k > 1 or case.config.checkpoint.init_from is not None  # the weights of others are as they are
-    apart = axes.tp > 1 and not axes.sequence_parallel
     yield few, "top_k top_k_groups num_groups num_experts", "above the experts of a token's groups ({1}, {2}, {3})"
     yield dropped, "capacity_factor top_k", "with {1} all experts together take fewer than one choice of each token"
     yield softmax and moe.expert_bias_rate, "expert_bias_rate score", "with {1} a bias moves the scores of all experts"
-    yield (
-        after and not learns,
-        "top_k pre_softmax score",
-        "the softmax over one expert is 1, so it learns nothing ({1})",
-    )
+    yield after and not learns, "top_k pre_softmax score", "a softmax over one expert is 1 and learns nothing ({1})"
     sums = "the softmax over the chosen experts has the sum 1 as it is ({1})"
     yield after and not moe.normalize_weights, "normalize_weights pre_softmax score", sums
-    left = model.num_layers - moe.first_dense_layers
     names = "first_dense_layers layer_freq" if moe.first_dense_layers else "layer_freq first_dense_layers"
-    yield left < moe.layer_freq, f"{names} num_layers", "leaves no layer with experts, or one alone ({1}, {2})"
-    yield width % axes.etp, "moe.ffn_hidden_size etp", "not a multiple of {1}"
-    shared = "with {1} not a multiple of {2}"
-    yield width * moe.num_shared_experts % axes.tp, "moe.ffn_hidden_size num_shared_experts tp", shared
+    alone = model.num_layers - moe.first_dense_layers < moe.layer_freq
+    yield alone, f"{names} num_layers", "leaves no layer with experts, or one alone ({1}, {2})"
+    uneven = model.moe.ffn_hidden_size * moe.num_shared_experts % axes.tp
+    yield uneven, "moe.ffn_hidden_size num_shared_experts tp", "with {1} not a multiple of {2}"
+    apart = axes.tp > 1 and not axes.sequence_parallel
     yield apart, "sequence_parallel tp", "experts need it with {1}: each rank routes its own part of the sequence"
 
 
 def names_are_file_names(case: Case) -> Iterator[Found]:
+    model, run = case.config.model.name, case.config.run_name
     rule = "must be 1 to 64 of a-z, A-Z, 0-9, '.', '_' and '-', a letter or digit first"
-    yield not MODEL_NAME.fullmatch(case.config.model.name), "model.name", rule
-    run = case.config.run_name
+    yield not MODEL_NAME.fullmatch(model), "model.name", rule
     rule = "must be 1 to 100 letters, digits and ._=+-, no dot or sign first"
     yield run is not None and not NAME.fullmatch(run), "run_name", rule
 
 
-def attention_kernels_can_run(case: Case) -> Iterator[Found]:
-    """The chosen ones; `auto` always finds some."""
-    config, model, kernels = case.config, case.derived.model, case.config.train.attention
-    if kernels == "auto":
-        return
-    flex, tiles = kernels == "flex", config.parallel.cp > 1 and exchange_of(config).ring > 1
-    wide = config.precision == "fp64" or (config.precision == "fp32" and not flex)
-    eager, apart = case.derived.train.compile is False, not config.data.cross_document_attention
-    yield config.device == "cpu", "attention device", "has no effect with {1}"
-    yield model.attention_dropout, "attention attention_dropout", "has no effect with {1}, which takes plain products"
+def kernels_can_run(case: Case) -> Iterator[Found]:
+    """A fp8 product takes weights of which both sizes are multiples of 16, on each rank of tp."""
+    config, model, tp = case.config, case.derived.model, case.config.parallel.tp
+    tiles = config.train.attention != "auto" and config.parallel.cp > 1 and exchange_of(config).ring > 1
     yield tiles, "attention cp_comm cp", "has no effect with {1}, whose ranks compute tiles of their own"
-    yield flex and eager, "attention compile parallel.schedule", "must be compiled, and is not with {1} and {2}"
-    yield flex and model.head_size < LEAST_FLEX_HEAD, "attention head_size", f"takes heads from {LEAST_FLEX_HEAD} on"
-    yield not flex and apart, "attention cross_document_attention", "these kernels do not take documents ({1})"
-    yield wide, "attention precision", "these kernels do not take {1}"
-
-
-def products_can_send(case: Case) -> Iterator[Found]:
-    """parallel.async_tp has an effect. What the machine must have for it is known later (train/build.py)."""
-    config, axes, eager = case.config, case.derived.parallel, case.derived.train.compile is False
-    if axes.tp > 1 and axes.async_tp:
-        yield not axes.sequence_parallel, "async_tp sequence_parallel", "has no effect with {1}"
-        yield eager, "async_tp compile parallel.schedule", "is the compiler's, and has no effect with {1} and {2}"
-        yield config.device == "cpu", "async_tp device", "has no effect with {1}"
-        yield config.train.fp8 is not None, "async_tp fp8", "joins a product with what {1} rounds before"
-
-
-def microbatches_can_be_a_graph(case: Case) -> Iterator[Found]:
-    yield from graph_obstacles(case.config, case.world_size) if case.config.train.cuda_graph else ()
-
-
-def fp8_products_have_sizes_that_fit(case: Case) -> Iterator[Found]:
-    """torch's fp8 product takes weights of which both sizes are multiples of 16, on each rank of tp."""
-    model, tp, layers = case.derived.model, case.config.parallel.tp, case.config.model.num_layers
-    heads, groups, d = model.num_attention_heads, model.num_key_value_heads, model.head_size
-    inner = 0 if all(map(model.has_experts, range(1, layers - 1))) else model.ffn_hidden_size
-    if case.config.train.fp8 is None:
+    yield from graph_obstacles(config, case.world_size) if config.train.cuda_graph else ()
+    if config.train.fp8 is None:
         return
-    yield layers < 3, "fp8 num_layers", "leaves the first and the last block in bf16, and there are no others ({1})"
+    yield model.num_layers < 3, "fp8 num_layers", "the first and last block stay in bf16: no others with {1}"
+    heads, groups, d = model.num_attention_heads, model.num_key_value_heads, model.head_size
+    inner = 0 if all(map(model.has_experts, range(1, model.num_layers - 1))) else model.ffn_hidden_size
     inputs, outputs = heads // tp * d, (heads // tp + 2 * max(1, groups // tp)) * d
     unfit = [size for size in (model.hidden_size, inputs, outputs, inner // tp) if size % 16]
     rule = f"takes sizes that are multiples of 16, and on a rank of {{1}} these are not: {unfit}"
@@ -202,91 +198,71 @@ def fp8_products_have_sizes_that_fit(case: Case) -> Iterator[Found]:
 
 def steps_are_steps_of_the_run(case: Case) -> Iterator[Found]:
     train, lr = case.config.train, case.config.lr
-    steps, warmup, idle = train.steps, lr.warmup_steps or 0, {*train.profile_steps} & {*train.skip_steps}
-    late = lr.schedule == "wsd" and warmup <= steps < warmup + (lr.decay_steps or 0)
+    warmup, idle = lr.warmup_steps or 0, {*train.profile_steps} & {*train.skip_steps}
+    late = lr.schedule == "wsd" and warmup <= train.steps < warmup + (lr.decay_steps or 0)
     yield late, "decay_steps warmup_steps train.steps", "with {1} it is longer than the run, {2}"
     for name, listed in (("skip_steps", train.skip_steps), ("profile_steps", train.profile_steps)):
-        beyond = [step for step in listed if not 1 <= step <= steps]
+        beyond = [step for step in listed if not 1 <= step <= train.steps]
         yield beyond, f"{name} train.steps {max(listed, default=1)}", f"must be from 1 to {{1}}, and {beyond} are not"
     yield idle, "profile_steps skip_steps", "{1} passes over some of them: there is nothing to record"
 
 
 def numbers_are_held_as_asked(case: Case) -> Iterator[Found]:
-    """A precision of auto is judged at the start, where the device has chosen."""
+    """fp32 rounds no number to nothing or out of bounds. A precision of auto is judged where the device has chosen."""
     config, optimizer, betas = case.config, case.config.optimizer, case.config.optimizer.betas
-    wider = (optimizer.gradient_dtype, optimizer.communication_dtype) == ("bf16", "fp32")
     small = optimizer.moment_dtype == "bf16" and betas and 1 - 2**-8 <= betas[0] < 1  # half an ulp of bf16
+    above = config.precision == "fp16" and optimizer.min_loss_scale > optimizer.initial_loss_scale
     yield len(betas) != 2, "betas", "must be two numbers"
-    yield wider, "communication_dtype gradient_dtype", "with {1} it sends twice the bytes of rounded sums"
     yield small, "moment_dtype betas", "with {1} a step takes less of the first moment than bf16 rounds away"
+    yield above, "min_loss_scale initial_loss_scale", "above {1}"
     for name, rule in precision_clashes(config, config.precision) if config.precision != "auto" else ():
         yield True, f"{name} precision", rule
-    above = config.precision == "fp16" and optimizer.min_loss_scale > optimizer.initial_loss_scale
-    yield above, "min_loss_scale initial_loss_scale", "above {1}"
-
-
-def fp32_holds_the_numbers(case: Case) -> Iterator[Found]:
-    """A number that rounds to nothing, or out of bounds. Shares of data are counted exactly."""
-    precision = case.config.precision
-    for setting in ROUNDED if precision != "fp64" else ():
+    for setting in ROUNDED if config.precision != "fp64" else ():
         value = case.given(setting.name)
         numbers = value if isinstance(value, list) else [] if value is None else [value]
         held = ((one, c_float(one).value) for one in numbers)
-        wrong = next((there for one, there in held if (one and not there) or outside(setting, there)), None)
-        yield (
-            wrong is not None,
-            f"{setting.name} precision",
-            f"fp32 holds it as {wrong}, and the precision is {precision}",
-        )
+        lost = [there for one, there in held if (one and not there) or outside(setting, there)]
+        yield lost, f"{setting.name} precision", f"fp32 holds it as {lost[:1]}, and the precision is {config.precision}"
 
 
 def data_suits_its_source(case: Case) -> Iterator[Found]:
-    data = case.config.data
+    """Shares of data are counted exactly, in whole numbers."""
+    data, shares = case.config.data, case.config.data.weights or []
     parts = data.path if isinstance(data.path, list) else [data.path]
-    none, stdlib, shares = data.path in (None, []), data.source == "stdlib", data.weights or []
+    none, stdlib = data.path in (None, []), data.source == "stdlib"
     unusable = not none and not all(type(part) in (str, int) and str(part).strip() for part in parts)
     uneven = shares and not 1 < len(shares) == len(parts)
-    yield (
-        stdlib and not none,
-        "data.path data.source",
-        "has no effect with {1}, Python's own source: data=text for files",
-    )
+    apart = shares and not uneven and max(shares) / LARGEST_SHARE > min(shares)
+    yield stdlib and not none, "data.path data.source", f"{NO_EFFECT}, Python's own source: data=text for files"
     yield not stdlib and none, "data.path", f"data={data.source} must be told what to read"
     yield not stdlib and unusable, "data.path", "must be text or a list of texts"
     yield uneven, "data.weights", f"must be as many as data.path has parts, {len(parts)}, and at least two"
-    apart = shares and max(shares) / LARGEST_SHARE > min(shares)
-    yield apart and not uneven, "data.weights", f"the largest is more than {LARGEST_SHARE:,.0f} times the smallest"
+    yield apart, "data.weights", f"the largest is more than {LARGEST_SHARE:,.0f} times the smallest"
 
 
 def vocabulary_holds_the_tokens(case: Case) -> Iterator[Found]:
-    config, size = case.config, case.given("model.vocab_size")
+    config, size = case.config, case.config.model.vocab_size
     made = {"bpe": config.data.bpe_vocab_size, "byte": 257}.get(config.tokenizer, 0)
-    if config.data.source == "tokens" or size is None or size >= made:
-        return
-    weights, name = config.checkpoint.init_from, "bpe_vocab_size" if config.tokenizer == "bpe" else "tokenizer"
-    yield (
-        weights is not None,
-        f"tokenizer {name}",
-        f"has {made} tokens, and the weights know {size}: tokenizer={weights}",
-    )
-    yield weights is None, f"model.vocab_size {name}", f"below the {made} tokens of the tokenizer ({{1}})"
-
-
-def _routes(case: Case) -> bool:
-    return case.config.model.moe.num_experts > 0
+    if config.data.source != "tokens" and size is not None and size < made:
+        weights, name = config.checkpoint.init_from, "bpe_vocab_size" if config.tokenizer == "bpe" else "tokenizer"
+        rule = f"has {made} tokens, and the weights know {size}: tokenizer={weights}"
+        yield weights is not None, f"tokenizer {name}", rule
+        yield weights is None, f"model.vocab_size {name}", f"below the {made} tokens of the tokenizer ({{1}})"
 
 
 RULES: tuple[Rule, ...] = (
     ("num_key_value_heads", "does not divide", "num_attention_heads"),
-    ("num_experts", "not a multiple of", "num_groups", _routes),
-    ("top_k_groups", "above", "num_groups", _routes),
-    ("top_k", "above", "num_experts", _routes),
-    ("top_k", "not a multiple of", "top_k_groups", _routes),
+    ("rope_high_frequency_factor", "not above", "rope_low_frequency_factor", lambda case: _scaling(case) == "llama3"),
+    ("rope_beta_fast", "not above", "rope_beta_slow", lambda case: _scaling(case) == "yarn"),
+    ("num_experts", "not a multiple of", "num_groups", routes),
+    ("top_k_groups", "above", "num_groups", routes),
+    ("top_k", "above", "num_experts", routes),
+    ("top_k", "not a multiple of", "top_k_groups", routes),
+    ("moe.ffn_hidden_size", "not a multiple of", "etp", routes),
     ("recompute_layers", "above", "num_layers"),
     ("warmup_steps", "above", "train.steps"),
     ("min_lr", "above", "optimizer.lr"),
     *(heads_and_positions_fit, experts_are_chosen_and_placed, names_are_file_names, *PARALLEL_RULES),
-    *(settings_have_an_effect, attention_kernels_can_run, products_can_send, microbatches_can_be_a_graph),
-    *(fp8_products_have_sizes_that_fit, steps_are_steps_of_the_run, numbers_are_held_as_asked, fp32_holds_the_numbers),
-    *(data_suits_its_source, vocabulary_holds_the_tokens),
+    *(settings_have_an_effect, settings_go_together, kernels_can_run, steps_are_steps_of_the_run),
+    *(numbers_are_held_as_asked, data_suits_its_source, vocabulary_holds_the_tokens),
 )
