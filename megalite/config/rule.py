@@ -18,11 +18,12 @@ refused setting breaks no rule, and no setting is refused that was not refused b
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import islice
 from math import isqrt, prod
 from typing import Any
 
+from megalite.config.clashes import full_name
 from megalite.config.derive import derive_sizes
 from megalite.config.layout import axis_sizes, dense_ranks
 from megalite.config.schema import Config
@@ -121,14 +122,6 @@ def _related(case: Case, name: str, relation: str, others: str, when: Callable[[
     values = case.values(f"{name} {others}")
     wrong = None not in values and when(case) and RELATIONS[relation](values[0], prod(values[1:]))
     return wrong, f"{name} {others}", f"{relation} {' x '.join(f'{{{at}}}' for at in range(1, len(values)))}"
-
-
-@cache
-def full_name(word: str) -> str:
-    """The setting that ends on these words, or the name of no setting as it is."""
-    found = [name for name in SETTINGS if name == word or (word not in SETTINGS and name.endswith(f".{word}"))]
-    assert len(found) < 2, f"{word} can be any of {found}"
-    return found[0] if found else word
 
 
 def speaks_of(names: Iterable[str], refused: Set[str]) -> bool:

@@ -5,25 +5,23 @@ machine must have is in `machine_rules.py`. A rule that speaks of a setting that
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from ctypes import c_float
 from typing import Any
 
+from megalite.config.clashes import NO_EFFECT, clashes, full_name
 from megalite.config.derive import NAME
-from megalite.config.device_rules import graph_obstacles, precision_clashes
 from megalite.config.layout import exchange_of
 from megalite.config.machine_rules import MACHINE_RULES
 from megalite.config.parallel_rules import PARALLEL_RULES
-from megalite.config.rule import Case, Found, Rule, broken, full_name, problems_of, routes, speaks_of
-from megalite.config.schedule_rules import SCHEDULE_TRAITS
-from megalite.config.schema import LEAST_FLEX_HEAD, Config
+from megalite.config.rule import Case, Found, Rule, broken, problems_of, routes, speaks_of
+from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, bounds, outside, with_values
 from megalite.errors.problems import Problem
 
 LARGEST_SHARE = 1e12
 ROUNDED = [one for one in SETTINGS.values() if one.kind in (float, list[float]) and one.group != "data"]
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
-NO_EFFECT = "has no effect with {1}"
 
 # Settings that stay at their defaults unless a switch has the value needed, or a larger number: without it they have no
 # effect.
@@ -53,28 +51,6 @@ UNUSED: list[Inert] = [
     ("position", "learned", "max_positions"),
     ("sample_tokens", 1, "sample_interval sample_prompts"),
     ("eval_interval", 1, "eval_batches"),
-]
-
-# Values of a setting that do not go with values of another, which follows; further settings are tried for the hint.
-# `bool` stands for every value but null, 0 and false.
-FLASH, SPLITTING = ("cudnn", "flash", "fa4"), {name for name, traits in SCHEDULE_TRAITS.items() if traits.splitting}
-Values = Collection[Any] | Callable[[Any], Any]
-CLASHES: list[tuple[str, Values, str, Values, str]] = [
-    ("rope_scaling", {"linear", "yarn"}, "rope_scaling_factor", {1}, NO_EFFECT),
-    ("sequence_parallel", {True}, "tp", {1}, NO_EFFECT),
-    ("attention", {*FLASH, "flex"}, "device", {"cpu"}, NO_EFFECT),
-    ("attention", {*FLASH, "flex"}, "attention_dropout", bool, "has no effect with {1}, which takes plain products"),
-    ("attention", {"flex"}, "compile parallel.schedule", {False}, "must be compiled, and is not with {1} and {2}"),
-    ("attention", {"flex"}, "head_size", range(LEAST_FLEX_HEAD), f"takes heads from {LEAST_FLEX_HEAD} on"),
-    ("attention", FLASH, "cross_document_attention", {False}, "these kernels do not take documents ({1})"),
-    ("attention", FLASH, "precision", {"fp32"}, "these kernels do not take {1}"),
-    ("attention", {*FLASH, "flex"}, "precision", {"fp64"}, "these kernels do not take {1}"),
-    ("async_tp", {True}, "sequence_parallel tp", {False}, NO_EFFECT),
-    ("async_tp", {True}, "compile parallel.schedule", {False}, "is the compiler's, and has no effect with {1} and {2}"),
-    ("async_tp", {True}, "device", {"cpu"}, NO_EFFECT),
-    ("async_tp", {True}, "fp8", bool, "joins a product with what {1} rounds before"),
-    ("compile", {True}, "parallel.schedule", SPLITTING, "compiled blocks cannot put weight gradients off, as {1} does"),
-    ("communication_dtype", {"fp32"}, "gradient_dtype", {"bf16"}, "with {1} it sends twice the bytes of rounded sums"),
 ]
 
 
@@ -114,10 +90,9 @@ def settings_have_an_effect(case: Case) -> Iterator[Found]:
 
 
 def settings_go_together(case: Case) -> Iterator[Found]:
-    for name, values, others, clashing, sentence in CLASHES:
-        pairs = zip(case.values(f"{name} {others}"), (values, clashing), strict=False)
-        wrong = all(wanted(value) if callable(wanted) else value in wanted for value, wanted in pairs)
-        yield wrong, f"{name} {others}", sentence
+    yield from ((True, " ".join(names), sentence) for names, sentence in clashes(case.derived))
+    alone = case.config.train.cuda_graph and case.world_size > 1
+    yield alone, "cuda_graph", f"is for one process, not {case.world_size}: hosts start what ranks exchange"
 
 
 def heads_and_positions_fit(case: Case) -> Iterator[Found]:
@@ -183,7 +158,6 @@ def kernels_can_run(case: Case) -> Iterator[Found]:
     config, model, tp = case.config, case.derived.model, case.config.parallel.tp
     tiles = config.train.attention != "auto" and config.parallel.cp > 1 and exchange_of(config).ring > 1
     yield tiles, "attention cp_comm cp", "has no effect with {1}, whose ranks compute tiles of their own"
-    yield from graph_obstacles(config, case.world_size) if config.train.cuda_graph else ()
     if config.train.fp8 is None:
         return
     yield model.num_layers < 3, "fp8 num_layers", "the first and last block stay in bf16: no others with {1}"
@@ -215,8 +189,6 @@ def numbers_are_held_as_asked(case: Case) -> Iterator[Found]:
     yield len(betas) != 2, "betas", "must be two numbers"
     yield small, "moment_dtype betas", "with {1} a step takes less of the first moment than bf16 rounds away"
     yield above, "min_loss_scale initial_loss_scale", "above {1}"
-    for name, rule in precision_clashes(config, config.precision) if config.precision != "auto" else ():
-        yield True, f"{name} precision", rule
     for setting in ROUNDED if config.precision != "fp64" else ():
         value = case.given(setting.name)
         numbers = value if isinstance(value, list) else [] if value is None else [value]

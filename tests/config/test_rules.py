@@ -6,8 +6,8 @@ import shlex
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from megalite.config.clashes import full_name
 from megalite.config.derive import derive
-from megalite.config.rule import full_name
 from megalite.config.rules import check
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, with_values

@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import settings as sampling
 from hypothesis import strategies as st
 
+from megalite.config.clashes import full_name
 from megalite.config.compose import load_config
 from megalite.config.derive import derive, schedule_request
 from megalite.config.layout import exchange_of
-from megalite.config.rule import full_name
 from megalite.config.rules import check
 from megalite.config.schedule_rules import ScheduleRequest, schedule_flaws
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
