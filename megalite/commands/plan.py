@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 
 from megalite.commands.command import COUNT, PICTURE, RANKS, WORLD_SIZE, Shown, command, option
-from megalite.config import parallel_rules as rules
+from megalite.config import rules
 from megalite.config.arguments import number_from
 from megalite.config.compose import load_config, load_values, names_of
 from megalite.config.derive import derive_vocabulary, schedule_request

@@ -36,7 +36,7 @@ def strides_of(order: str, sizes: Mapping[str, int], axes: Sequence[str]) -> dic
 class ParallelLayout:
     """Sizes of all axes over one world. `etp` is None for a dense model, which has no expert axes.
 
-    Sizes that a user gave go through `config.parallel_rules.checked_layout`, which refuses what cannot be laid out;
+    Sizes that a user gave go through `config.rules.checked_layout`, which refuses what cannot be laid out;
     here that is a mistake of ours.
     """
 

@@ -17,7 +17,6 @@ from megalite.checkpoint.run_folder import RunFolder, keep_tokenizer, require_ro
 from megalite.config.layout import exchange_of
 from megalite.config.schema import Config
 from megalite.config.settings import DERIVED, OPEN, as_plain, value_of, with_values
-from megalite.config.step_plan import samples_when_longer
 from megalite.data.open import OpenedData, TokenFiles, open_data
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
@@ -181,7 +180,7 @@ def restore(job: Job, found: Found) -> None:
     job.seals = state.record
     length, consumed = state.config["train"]["seq_length"], state.progress.samples
     if length != train.seq_length:
-        job.progress.samples = samples_when_longer(consumed, length, train.seq_length)
+        job.progress.samples = -(-consumed * length // train.seq_length)  # rounded up, so that no token comes twice
         over = job.progress.samples * train.seq_length - consumed * length
         words = f"{consumed * length:,} tokens of its order; {over:,} are passed over"
         job.log.note(f"the data goes on behind the first {words}")
