@@ -42,7 +42,7 @@ import transformers
 from benchmark_sides import SHAPES, WARM_UP_STEPS, Shape, Side, seconds_of
 
 from megalite.commands.train import train_rank
-from megalite.config.durable_files import FIGURES, output_problems, write_atomically
+from megalite.config.files import FIGURES, output_problems, write_atomically
 from megalite.config.schema import Config
 from megalite.launch.device import DTYPES
 from megalite.launch.environment import read_environment

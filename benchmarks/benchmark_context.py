@@ -16,7 +16,7 @@ from pathlib import Path
 from benchmark_moe import REFERENCE, Contenders, compare, table
 from benchmark_sides import Shape
 
-from megalite.config.durable_files import FIGURES, write_atomically
+from megalite.config.files import FIGURES, write_atomically
 
 FIXED = ("train.compile=false",)
 LONG = ("model.vocab_size=4096", "model.num_layers=1", "train.seq_length=8192")

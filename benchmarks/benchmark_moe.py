@@ -29,11 +29,10 @@ from benchmark_sides import Megalite, Shape, environment_kept, seconds_of
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore  # torch.distributed exports it, but not to type checkers
 
-from megalite.config.durable_files import FIGURES, write_atomically
+from megalite.config.files import FIGURES, write_atomically
 from megalite.config.schema import Config
 from megalite.context_parallel import exchange
-from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.host import set_variables
+from megalite.launch.environment import ProcessEnvironment, set_variables
 from megalite.moe import balance, dispatch
 from megalite.moe.layer import MoELayer
 from megalite.train.build import open_context

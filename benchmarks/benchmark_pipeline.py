@@ -26,7 +26,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.multiprocessing.spawn import spawn
 
 from megalite.config.compose import load_config
-from megalite.config.durable_files import FIGURES, write_atomically
+from megalite.config.files import FIGURES, write_atomically
 from megalite.config.schedule_rules import ScheduleRequest
 from megalite.config.schema import Config
 from megalite.data.batch import Batch, whole_batch

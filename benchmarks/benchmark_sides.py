@@ -24,8 +24,7 @@ from megalite.config.schema import Config, ModelConfig
 from megalite.data.batch import whole_batch
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES
-from megalite.launch.environment import read_environment
-from megalite.launch.host import set_variables
+from megalite.launch.environment import read_environment, set_variables
 from megalite.model.flops import parameter_count
 from megalite.train.build import build_training, data_share, derive_device, fill_with_start_values, open_context
 from megalite.train.step import PendingMetrics, TrainStep

@@ -32,7 +32,7 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from megalite.config.compose import load_config
-from megalite.config.durable_files import FIGURES, write_atomically
+from megalite.config.files import FIGURES, write_atomically
 from megalite.config.schema import Config
 from megalite.data.batch import Batch, whole_batch
 from megalite.launch.context import ParallelContext

@@ -27,8 +27,7 @@ from torch import Tensor
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES
-from megalite.launch.environment import read_environment
-from megalite.launch.host import end_compile_workers, set_variables
+from megalite.launch.environment import end_compile_workers, read_environment, set_variables
 from megalite.model.flops import flops_per_token, peak_flops
 from megalite.train.build import derive_device, open_context
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.multiprocessing.spawn import start_processes
 
-from megalite.config.durable_files import FIGURES, in_the_way
+from megalite.config.files import FIGURES, in_the_way
 from megalite.hf.import_model import import_model
 from megalite.launch.context import ParallelContext
 from megalite.model.flops import parameter_count

@@ -16,7 +16,7 @@ import yaml  # type: ignore[import-untyped]
 
 from megalite import __version__
 from megalite.commands.dispatch import COMMANDS
-from megalite.config.hydra_files import CONF
+from megalite.config.overrides import CONF
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["device=cpu", "tokenizer=byte", "data=text", "data.path=a.txt", "model.num_layers=1", "model.hidden_size=32"]
@@ -68,7 +68,7 @@ def test_the_citation_names_this_version() -> None:
 
 def test_it_is_the_wheel_that_runs_and_it_has_all_defaults(start: Start) -> None:
     code = (
-        "import megalite.config.hydra_files as c; print(c.CONF); print(*sorted(p.name for p in c.CONF.rglob('*.yaml')))"
+        "import megalite.config.overrides as c; print(c.CONF); print(*sorted(p.name for p in c.CONF.rglob('*.yaml')))"
     )
     folder, names = start("python", "-c", code).stdout.splitlines()
     assert folder.endswith("site-packages/megalite/conf")

@@ -20,7 +20,7 @@ import shutil
 import time
 from pathlib import Path
 
-from megalite.config.durable_files import sync_folder
+from megalite.config.files import sync_folder
 
 CHECKPOINTS = "checkpoints"  # of a run folder
 STATE = "state.json"  # of a checkpoint
@@ -56,11 +56,7 @@ def publish(temporary: Path, step: int) -> None:
     final = temporary.with_name(step_name(step))
     sync_folder(temporary)
     os.rename(temporary, final)  # the commit point
-    try:
-        sync_folder(temporary.parent)
-    except OSError:  # the name may not outlive a power cut: the save has failed, and can be tried again
-        os.rename(final, temporary)
-        raise
+    sync_folder(temporary.parent)
 
 
 def retire(folder: Path, step: int, keep: int, *, good_before: int = 0) -> None:
@@ -86,10 +82,8 @@ def recover(folder: Path) -> None:
 
 
 def set_aside(path: Path) -> str:
-    """Rename a damaged checkpoint, so that it is not tried again and not lost; what became of it, in words."""
+    """Rename a damaged checkpoint, so that it is not tried again and not lost; its name from now on."""
     aside = path.with_name(f"{path.name}.bad-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
-    try:
-        os.rename(path, aside)
-    except OSError as error:
-        return f"not renamed: {error.strerror}"
-    return f"kept as {aside.name}"
+    with contextlib.suppress(OSError):  # it is passed over all the same
+        path = path.rename(aside)
+    return path.name

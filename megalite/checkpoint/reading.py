@@ -9,6 +9,7 @@ stored box, only the bytes from the first to the last element that it needs.
 
 import errno
 import json
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -22,13 +23,10 @@ import torch.distributed as dist
 
 from megalite.checkpoint import commit
 from megalite.checkpoint.commit import STATE, step_name
-from megalite.checkpoint.manifest import DTYPES, MANIFEST, Manifest, StoredBox, StoredTensor, digest, file_fault
-from megalite.checkpoint.pieces import Box, Piece, overlap
+from megalite.checkpoint.manifest import DTYPES, MANIFEST, Manifest, Piece, StoredBox, StoredTensor, digest, file_fault
 from megalite.errors.problems import Problem, UserError, refuse
 from megalite.errors.words import several
 from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
-
-_SHOWN = 10  # differences named in a refusal
 
 
 @dataclass(frozen=True)
@@ -45,12 +43,10 @@ class Found:
         return self.manifest.step
 
     def read_into(self, pieces: Sequence[Piece], *, unread: Callable[[str], bool] = lambda name: False) -> None:
-        """Fill the tensors of `pieces`, whatever layout wrote them; collective.
+        """Fill the tensors of `pieces`; collective. Tensors whose name is `unread` are left alone on both sides.
 
-        The union of all ranks' pieces must be exactly what was saved: differences in name, shape or dtype
-        are one UserError, raised before any tensor is touched. Tensors whose name is `unread` are left alone on
-        both sides. A StorageFailure means that reading broke off half-way: the tensors are then of no use and the
-        process should end.
+        The union of all ranks' pieces must be exactly what was saved: differences in name, shape or dtype are one
+        UserError, raised before any tensor is touched. After a StorageFailure the tensors are of no use.
         """
         saved = {name: tensor for name, tensor in self.manifest.tensors.items() if not unread(name)}
         pieces = [piece for piece in pieces if not unread(piece.name)]
@@ -66,7 +62,7 @@ class Found:
             if there.get(name) != here.get(name)
         ]
         remedy = "use the model, optimizer and precision of the run that wrote it, or another run_dir"
-        problem = Problem(str(self.path), several(len(words), "difference"), ", ".join(words[:_SHOWN]), remedy)
+        problem = Problem(str(self.path), several(len(words), "difference"), ", ".join(words[:10]), remedy)
         all_ranks_or_raise(self.context, partial(refuse, [problem] if words else []))
         all_ranks_or_raise(self.context, lambda: _read_all(self.path, saved, pieces))
 
@@ -94,7 +90,7 @@ def newest(
         found = inspect(path, context)
         if isinstance(found, Found):
             for bad, fault in damaged if context.rank == 0 else []:
-                aside = "" if look_only else f"; {commit.set_aside(bad)}"
+                aside = "" if look_only else f"; kept as {commit.set_aside(bad)}"
                 report(f"checkpoint {bad.name} is damaged and was passed over: {fault}{aside}")
             return found
         damaged.append((path, found))
@@ -105,58 +101,55 @@ def newest(
 
 
 def inspect(path: Path, context: ParallelContext, *, json_only: bool = False) -> Found | str:
-    """The checkpoint at `path`, or what is wrong with it. Rank 0 reads its JSON, then all ranks verify its files unless
+    """The checkpoint at `path`, or what is wrong with it; collective. Each rank verifies a part of its files, unless
     `json_only`. UserError where another version of megalite has written it."""
 
-    def read() -> list[str]:
-        """The bytes of both files as characters, for JSON to carry; or the one thing that is wrong."""
+    def look() -> Found | str:
         if path.is_symlink() and not path.exists():
             remedy = "mount its disk, or delete the link to go on from the checkpoint before"
             rule = f"it is a link to {path.readlink()}, and nothing is there"
             raise UserError(Problem("run_dir", str(path), rule, remedy))
         try:
-            return [(path / name).read_bytes().decode("latin-1") for name in (MANIFEST, STATE)]
+            content, saved = ((path / name).read_bytes() for name in (MANIFEST, STATE))
+            manifest, state = Manifest.parse(content, path), json.loads(saved)
         except OSError as error:
-            return [f"{Path(error.filename or path).name} cannot be read: {error.strerror}"]
-
-    content, *rest = (text.encode("latin-1") for text in rank0_broadcast(context, read))
-    if not rest:
-        return str(content, "latin-1")
-    try:
-        manifest, state = Manifest.parse(content, path), json.loads(rest[0])
-        manifest.check()
-        if digest(rest[0]) != manifest.files[STATE].hash:
+            return f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return f"{MANIFEST} or {STATE} is damaged: {error}"
+        if digest(saved) != manifest.files[STATE][1]:
             return f"{STATE} is damaged"
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return f"{MANIFEST} or {STATE} is damaged: {error}"
-    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-    mine = [] if json_only else by_size[context.rank :: context.world_size]
-    faults = context.gather_json([fault for name in mine if (fault := file_fault(path, name, manifest.files[name]))])
-    return "; ".join([fault for of_rank in faults for fault in of_rank][:3]) or Found(path, manifest, state, context)
+        by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name][0], name))
+        mine = [] if json_only else by_size[context.rank :: context.world_size]
+        faults = [fault for name in mine if (fault := file_fault(path, name, manifest.files[name][1]))]
+        return "; ".join(faults[:3]) or Found(path, manifest, state, context)
+
+    found = all_ranks_or_raise(context, look)
+    faults = context.gather_json([found] if isinstance(found, str) else [])
+    return "; ".join(dict.fromkeys(fault for of_rank in faults for fault in of_rank)) or found
 
 
 def _read_all(folder: Path, saved: Mapping[str, StoredTensor], pieces: Sequence[Piece]) -> None:
-    by_file: dict[str, list[tuple[StoredBox, Piece, Box]]] = {}
+    by_file: dict[str, list[tuple[StoredBox, Piece, list[range]]]] = defaultdict(list)
     for piece in pieces:
         for box in saved[piece.name].boxes:
-            if common := overlap((box.offsets, box.sizes), (piece.offsets, piece.tensor.shape)):
-                by_file.setdefault(box.file, []).append((box, piece, common))
+            sides = zip(box.offsets, box.sizes, piece.offsets, piece.tensor.shape, strict=True)
+            common = [range(max(a, b), min(a + m, b + n)) for a, m, b, n in sides]
+            if all(common):
+                by_file[box.file].append((box, piece, common))
     for name, parts in sorted(by_file.items()):
         with open(folder / name, "rb") as file:
             for part in sorted(parts, key=lambda part: part[0].start):
                 _read(file, *part)
 
 
-def _read(file: BufferedReader, box: StoredBox, piece: Piece, common: Box) -> None:
+def _read(file: BufferedReader, box: StoredBox, piece: Piece, common: Sequence[range]) -> None:
     """Fill what a stored box and a piece have in `common` from the shortest range of the file that holds all of
     it, straight into the piece where the elements lie there in the same order."""
-    offsets, sizes = common
-    target = piece.tensor.detach()
-    for dim, (at, first, size) in enumerate(zip(offsets, piece.offsets, sizes, strict=True)):
-        target = target.narrow(dim, at - first, size)
+    inside = [slice(places.start - at, places.stop - at) for places, at in zip(common, piece.offsets, strict=True)]
+    target = piece.tensor.detach()[tuple(inside)]
     strides = [prod(box.sizes[dim + 1 :]) for dim in range(len(box.sizes))]  # of the stored box, in elements
-    skipped = sum((at - first) * stride for at, first, stride in zip(offsets, box.offsets, strides, strict=True))
-    reach = sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True)) + 1
+    skipped = sum((at.start - first) * stride for at, first, stride in zip(common, box.offsets, strides, strict=True))
+    reach = sum((len(places) - 1) * stride for places, stride in zip(common, strides, strict=True)) + 1
     direct = target.device.type == "cpu" and target.is_contiguous() and reach == target.numel()
     elements = target if direct else torch.empty(reach, dtype=target.dtype)
     file.seek(box.start + skipped * target.itemsize)

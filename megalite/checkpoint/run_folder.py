@@ -6,11 +6,6 @@
     tokenizer/     what its token ids mean, as transformers reads it; every checkpoint holds the hash of each file
     checkpoints/   see commit.py
 
-The lock names its holder. On one host the kernel's lock on the file (flock) decides: it ends with the process, so a
-killed job's lock is taken over at once. Another host may not see that kernel lock. There the holder's heartbeat
-decides: a lock whose modification time stands still while we watch belongs to a dead job. The time is never compared
-with our clock, so clocks may disagree.
-
 Rank 0 alone decides by what is on disk, since others may see it late on NFS; they only make sure that it is one disk
 for all. A start that is refused leaves nothing behind.
 """
@@ -25,7 +20,6 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,17 +28,18 @@ import yaml  # type: ignore[import-untyped]
 from megalite.checkpoint.commit import CHECKPOINTS, committed, recover
 from megalite.checkpoint.manifest import digest
 from megalite.checkpoint.reading import Found, inspect
-from megalite.config.durable_files import (
+from megalite.config.files import (
     LOCK,
     OWN,
     RUN,
     open_to_append,
+    read_bytes,
+    read_object,
     run_dir_problems,
     sync_folder,
     write_atomically,
 )
 from megalite.config.settings import leaves, yaml_value
-from megalite.config.user_files import as_record, read_bytes, read_object
 from megalite.errors.problems import Problem, UserError, refuse
 from megalite.errors.words import plain
 from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
@@ -69,45 +64,47 @@ _UNREMARKABLE = (
 
 
 class RunLock:
-    """A held lock; beats until released. `token` is different for every lock that was ever taken."""
+    """A lock that names this job as its `holder`, and beats until it is released.
+
+    On one host the kernel's lock on the file (flock) decides: it ends with the process. Another host may not see it.
+    There a lock whose modification time stands still while we watch belongs to a dead job: clocks may disagree.
+    """
 
     def __init__(self, path: Path, *, beat_s: float = 5.0, patience_s: float = 25.0) -> None:
         """Take the lock at `path`. UserError where a live job has it, OSError where the file cannot be written.
 
         `patience_s`: several beats, so that a slow file server is not taken for a dead job.
         """
-        self.path, self.token, holder = path, secrets.token_hex(8), holder_of(path)
+        self.path, holder = path, holder_of(path)
         self._file = open_to_append(path)
-        if self._has_live_holder(holder, patience_s):
+        if self._is_held_by(holder, patience_s):
             self._file.close()
-            known = ", ".join(f"{name} {value}" for name, value in holder.items() if value and name != "token")
+            known = ", ".join(f"{name} {value}" for name, value in holder.items() if value)
             remedy = "wait for that job, stop it, or set another run_dir"
             raise UserError(Problem("run_dir", str(path.parent), f"it is in use by another job: {known}", remedy))
-        facts = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S %z")}
+        started, job = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.environ.get("SLURM_JOB_ID")
+        self.holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": started, "job": job}
         self._file.truncate(0)
-        self._file.write(json.dumps(facts | {"job": os.environ.get("SLURM_JOB_ID"), "token": self.token}))
+        self._file.write(json.dumps(self.holder))
         self._file.flush()
         os.fsync(self._file.fileno())
         self._stop = threading.Event()
-        self._heart = threading.Thread(target=self._beat, args=(beat_s,), name="run lock", daemon=True)
-        self._heart.start()
+        threading.Thread(target=self._beat, args=(beat_s,), name="run lock", daemon=True).start()
 
     def lost(self) -> str | None:
         """Why the file no longer names this job, None if it does. A job on another host may have taken it for dead."""
-        is_ours = holder_of(self.path).get("token") == self.token
+        is_ours = holder_of(self.path) == self.holder
         return None if is_ours else f"the run folder {self.path.parent} was taken over by another job, or was moved"
 
     def release(self) -> None:
         """Give the lock back, leaving an empty file: deleting it would race with the next job's opening it."""
-        if not self._stop.is_set():
-            self._stop.set()
-            self._heart.join()
-            with contextlib.suppress(OSError):  # the run is over, whatever its disk says
-                if self.lost() is None:
-                    self._file.truncate(0)
-                self._file.close()
+        self._stop.set()
+        with contextlib.suppress(OSError):  # the run is over, whatever its disk says
+            if self.lost() is None:
+                self._file.truncate(0)
+            self._file.close()
 
-    def _has_live_holder(self, holder: dict[str, Any], patience_s: float) -> bool:
+    def _is_held_by(self, holder: dict[str, Any], patience_s: float) -> bool:
         """Whether the kernel knows a process that has the lock, or the holder on another host is seen to beat."""
         here = socket.gethostname()
         try:
@@ -128,7 +125,7 @@ class RunLock:
     def _beat(self, beat_s: float) -> None:
         while not self._stop.wait(beat_s):
             with contextlib.suppress(OSError):  # a server that is away for a while is no reason to stop training
-                os.utime(self._file.fileno())
+                os.utime(self.path)
 
 
 def holder_of(path: Path) -> dict[str, Any]:
@@ -136,14 +133,6 @@ def holder_of(path: Path) -> dict[str, Any]:
     with contextlib.suppress(UserError):
         return read_object(path)  # opened anew, so that NFS asks the server
     return {}
-
-
-@dataclass(frozen=True)
-class _Identity:
-    """The fields of run.json."""
-
-    run_id: str
-    data_fingerprint: str
 
 
 class RunFolder:
@@ -156,65 +145,77 @@ class RunFolder:
 
         `config` is the resolved configuration as plain dictionaries; `fingerprint` identifies data and tokenizer.
         """
-        self.path, self.fingerprint, self.checkpoints = path, fingerprint, path / CHECKPOINTS
+        self.path, self.checkpoints = path, path / CHECKPOINTS
         self.lock: RunLock | None = None  # on rank 0
         self._new: list[Path] = []  # what was not there before this start, on rank 0: innermost first
-        self.changes: list[str]
+
+        def lock() -> tuple[str, list[str], dict[str, Any]]:
+            with _usable(path):
+                run_id, changes = self._examine(resume, config, fingerprint)
+                return run_id or secrets.token_hex(8), changes, self._lock()
+
         try:
-            self.run_id, self.changes = rank0_broadcast(context, lambda: self._open(resume, config))
-            self._refuse_disks_of_their_own(context)
+            self.run_id, self.changes, holder = rank0_broadcast(context, lock)
+            all_ranks_or_raise(context, lambda: self._find(holder), patient=True)
         except BaseException:
             self.withdraw()
             raise
+        self.labels = {"run_id": self.run_id, "data_fingerprint": fingerprint}  # for run.json and manifests
 
-    def _open(self, resume: str, config: Mapping[str, Any]) -> tuple[str, list[str]]:
-        """Check the folder, lock it, and clear up after jobs that were killed; the run's id and its changes."""
+    def _examine(self, resume: str, config: Mapping[str, Any], fingerprint: str) -> tuple[str, list[str]]:
+        """The id of the run that the folder holds and which settings have changed since; nothing is touched. The id is
+        empty where there is nothing to continue: no run, or one that was killed before its first checkpoint."""
+        refuse([*run_dir_problems(str(self.path), self.path)])
+        run = read_object(self.path / RUN) if (self.path / RUN).exists() else {}
+        if run and resume == "never":
+            rule, remedy = "the folder holds a run already", "set another run_dir, or resume=auto to continue that run"
+            raise UserError(Problem("run_dir", str(self.path), f"{rule}, and resume=never was asked for", remedy))
+        checkpoints = [checkpoint for _, checkpoint in committed(self.checkpoints)]
+        if not checkpoints:
+            return "", []
+        # Before all ranks verify the checkpoints: the newest whose JSON is intact says what the run was started with.
+        looked_at = (inspect(checkpoint, ParallelContext(), json_only=True) for checkpoint in checkpoints)
+        saved: dict[str, Any] = next((found.state["config"] for found in looked_at if isinstance(found, Found)), {})
+        problems, changes = compare(saved, config)
+        if (before := run.get("data_fingerprint")) != fingerprint:
+            rule = f"data or tokenizer differ from the run's (fingerprint {before})"
+            remedy = "use those of the run, or another run_dir for a new run"
+            problems.append(Problem("data", fingerprint, rule, remedy))
+        refuse(problems)
+        return str(run.get("run_id", "")), changes
+
+    def _lock(self) -> dict[str, Any]:
+        """Lock the folder, which is made where it is not there, and clear up after killed jobs; the lock's holder."""
+        names = (LOCK,) if (self.path / RUN).exists() else OWN
+        places = (*(self.path / name for name in names), self.path, *self.path.parents)
+        self._new = [place for place in places if not os.path.lexists(place)]
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.lock = RunLock(self.path / LOCK)
+        except UserError:  # another job has it, and what has appeared since is that job's
+            self._new = []
+            raise
+        recover(self.checkpoints)
+        return self.lock.holder
+
+    def _find(self, holder: dict[str, Any]) -> None:
+        """UserError unless this rank sees the lock that rank 0 has taken: else it would write checkpoints elsewhere."""
+        deadline, here = time.monotonic() + SEEN_WITHIN_S, socket.gethostname()
+        while holder_of(self.path / LOCK) != holder:
+            if time.monotonic() > deadline:
+                rule = f"rank 0 on {holder['host']} has written its lock there, and {here} does not find it"
+                remedy = "set run_dir to a folder on a disk that all nodes share, by the same path on each"
+                raise UserError(Problem("run_dir", str(self.path), rule, remedy))
+            time.sleep(0.5)
+
+    def begin(self, config: Mapping[str, Any]) -> None:
+        """Write run.json and config.yaml, on rank 0. Until then nothing in the folder has changed."""
         with _usable(self.path):
-            run_id, changes = examine(self.path, resume, config, self.fingerprint)
-            names = (LOCK,) if (self.path / RUN).exists() else OWN
-            places = (*(self.path / name for name in names), self.path, *self.path.parents)
-            self._new = [place for place in places if not os.path.lexists(place)]
-            self.path.mkdir(parents=True, exist_ok=True)
-            try:
-                self.lock = RunLock(self.path / LOCK)
-            except UserError:  # another job has it, and what has appeared since is that job's
-                self._new = []
-                raise
-            recover(self.checkpoints)
-        return run_id or secrets.token_hex(8), changes
-
-    def _refuse_disks_of_their_own(self, context: ParallelContext) -> None:
-        """All ranks must find the lock that rank 0 has just written: else they would write checkpoints elsewhere."""
-        token, first = context.broadcast_object([self.lock.token, socket.gethostname()] if self.lock else None)
-
-        def find() -> None:
-            deadline = time.monotonic() + SEEN_WITHIN_S
-            while holder_of(self.path / LOCK).get("token") != token:
-                if time.monotonic() > deadline:
-                    rule = f"rank 0 on {first} has written its lock there, and {socket.gethostname()} does not find it"
-                    remedy = "set run_dir to a folder on a disk that all nodes share, by the same path on each"
-                    raise UserError(Problem("run_dir", str(self.path), rule, remedy))
-                time.sleep(0.5)
-
-        all_ranks_or_raise(context, find, patient=True)
-
-    def begin(self, context: ParallelContext, config: Mapping[str, Any]) -> None:
-        """Write run.json and config.yaml; collective. Until then nothing in the folder has changed."""
-
-        def write() -> None:
-            with _usable(self.path):
-                write_atomically(self.path / RUN, (json.dumps(self.labels, indent=1) + "\n").encode())  # a run's now
-                settings = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
-                write_atomically(self.path / "config.yaml", settings.encode())
-                self.checkpoints.mkdir(exist_ok=True)
-                sync_folder(self.path.parent)
-
-        rank0_broadcast(context, write)
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """The origin of a checkpoint, for run.json and the manifest."""
-        return {"run_id": self.run_id, "data_fingerprint": self.fingerprint}
+            write_atomically(self.path / RUN, (json.dumps(self.labels, indent=1) + "\n").encode())  # a run's now
+            settings = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+            write_atomically(self.path / "config.yaml", settings.encode())
+            self.checkpoints.mkdir(exist_ok=True)
+            sync_folder(self.path.parent)
 
     def lost(self) -> str | None:
         """Why this job has lost the folder, None if it has not. Rank 0 asks before every commit."""
@@ -236,43 +237,17 @@ class RunFolder:
         self.close()
 
 
-def examine(path: Path, resume: str, config: Mapping[str, Any], fingerprint: str) -> tuple[str, list[str]]:
-    """The id of the run that `path` holds and which settings have changed since; nothing is touched.
-
-    The id is empty where there is nothing to continue: no run, or one that was killed before its first checkpoint.
-    """
-    refuse([*run_dir_problems(str(path), path)])
-    run, checkpoints = None, [checkpoint for _, checkpoint in committed(path / CHECKPOINTS)]
-    if (path / RUN).exists():
-        run = as_record(_Identity, read_object(path / RUN), path / RUN)
-    if resume == "never" and (run is not None or checkpoints):
-        rule = "the folder holds a run already, and resume=never was asked for"
-        raise UserError(Problem("run_dir", str(path), rule, "set another run_dir, or resume=auto to continue that run"))
-    if not checkpoints:
-        return "", []
-    assert run is not None, "else the checkpoints would be somebody else's"
-    # Before all ranks verify the checkpoints: the newest whose JSON is intact says what the run was started with.
-    looked_at = (inspect(checkpoint, ParallelContext(), json_only=True) for checkpoint in checkpoints)
-    intact = next((found for found in looked_at if isinstance(found, Found)), None)
-    problems, changes = compare(intact.state["config"] if intact else {}, config)
-    if run.data_fingerprint != fingerprint:
-        rule = f"data or tokenizer differ from the run's (fingerprint {run.data_fingerprint})"
-        problems.append(Problem("data", fingerprint, rule, "use those of the run, or another run_dir for a new run"))
-    refuse(problems)
-    return run.run_id, changes
-
-
 def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
     """All refused differences, and the allowed ones in words. Settings that only one side knows are passed over."""
-    before, now = leaves(saved), leaves(current)
-    problems, changes = [], []
+    before, now, problems, changes = leaves(saved), leaves(current), list[Problem](), list[str]()
     grows = before.get(_LENGTH, 0) < now.get(_LENGTH, 0)
     if grows and now.get(_RAMP) is not None:
         rule = f"it counts samples, of which the run has consumed fewer when {_LENGTH} grows"
         problems.append(Problem(_RAMP, now[_RAMP], rule, f"{_RAMP}=null"))
-    changed = {name for name in before.keys() & now.keys() if before[name] != now[name]}
-    for name in sorted(changed.difference(_UNREMARKABLE)):
+    for name in sorted((before.keys() & now.keys()).difference(_UNREMARKABLE)):
         fixed = name.startswith(_FIXED) and not name.startswith(_FREE)
+        if before[name] == now[name]:
+            continue
         if not grows if name.startswith(_WITH_LENGTH) else fixed:
             rule = f"the run in this folder was started with {name}={plain(before[name])}"
             remedy = f"set {name}={yaml_value(before[name])}, or another run_dir for a new run"

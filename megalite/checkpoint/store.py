@@ -5,30 +5,38 @@ with everything as it was before. Rank 0 assigns the boxes: one that several ran
 them, so that the bytes are spread evenly. A file is streamed from the live tensors, header first:
 `safetensors.torch.save_file` would hold all of them a second time. Every byte is hashed on its way to the file, so that
 the hash is that of the intended content and not of what a failing disk kept.
+
+Behind the training (`BackgroundSaves`) the pieces are copied to host memory, and a thread saves the copies. Training
+waits for the copy alone, and on CUDA only before the next update.
 """
 
 import json
 import os
 import platform
 import shutil
+import threading
 import time
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
+from torch import Tensor
 
 from megalite.checkpoint import commit
 from megalite.checkpoint.commit import STATE, step_name
-from megalite.checkpoint.manifest import DTYPES, MANIFEST, FileRecord, Manifest, StoredBox, StoredTensor, digest
-from megalite.checkpoint.pieces import Piece
-from megalite.config.durable_files import write_new
+from megalite.checkpoint.manifest import DTYPES, MANIFEST, Manifest, Piece, StoredBox, StoredTensor, digest
+from megalite.config.files import write_new
 from megalite.launch.context import ParallelContext, StorageFailure, all_ranks_or_raise, rank0_broadcast
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+ALIGNMENT = 256  # bytes, of the copies on CUDA
 
 
 class CheckpointError(Exception):
@@ -43,6 +51,9 @@ class Saved:
     seconds: float
     bytes: int
     stall_s: float
+
+
+Write = Callable[[Sequence[Piece], ParallelContext], Saved]
 
 
 def save(
@@ -90,15 +101,16 @@ def save(
 def plan_writes(held: Sequence[Sequence[tuple[str, int]]]) -> list[list[int]]:
     """The numbers of the boxes that each rank writes, among the boxes (key, bytes) that it holds: each box is given to
     the least loaded of the ranks that hold it, largest box first."""
-    holders: dict[tuple[str, int], list[int]] = {}
+    holders = defaultdict[tuple[str, int], list[tuple[int, int]]](list)  # of a box: rank, and its number there
     for rank, boxes in enumerate(held):
-        for key, size in boxes:
-            holders.setdefault((key, size), []).append(rank)
-    load, writer = [0] * len(held), dict[str, int]()
+        for at, (key, size) in enumerate(boxes):
+            holders[key, size].append((rank, at))
+    load, writes = [0] * len(held), [list[int]() for _ in held]
     for key, size in sorted(holders, key=lambda box: (-box[1], box[0])):
-        writer[key] = min(holders[key, size], key=load.__getitem__)
-        load[writer[key]] += size
-    return [[at for at, (key, _) in enumerate(boxes) if writer[key] == rank] for rank, boxes in enumerate(held)]
+        rank, at = min(holders[key, size], key=lambda holder: load[holder[0]])
+        load[rank] += size
+        writes[rank].append(at)
+    return writes
 
 
 def write_file(path: Path, pieces: Sequence[Piece]) -> list[Any]:
@@ -119,7 +131,7 @@ def write_file(path: Path, pieces: Sequence[Piece]) -> list[Any]:
             file.write(data)
         file.flush()
         os.fsync(file.fileno())
-        record = FileRecord(file.tell(), hashed.hexdigest())
+        record = file.tell(), hashed.hexdigest()
     boxes = [
         [piece.name, dtype, piece.logical_shape, path.name, len(header) + start, piece.offsets, piece.tensor.shape]
         for piece, dtype, start in zip(pieces, dtypes, ends, strict=False)
@@ -145,8 +157,7 @@ def _commit(
     content = (json.dumps(state, indent=1) + "\n").encode()
     write_new(temporary / STATE, content)
     written = [record for record in records if record]
-    files = {name: FileRecord(*record) for name, record, _ in written}
-    files[STATE] = FileRecord(len(content), digest(content))
+    files = {STATE: (len(content), digest(content)), **{name: tuple(record) for name, record, _ in written}}
     tensors: dict[str, StoredTensor] = {}
     for name, dtype, shape, *box in chain.from_iterable(boxes for _, _, boxes in written):
         stored = tensors.setdefault(name, StoredTensor(dtype, shape, []))
@@ -158,4 +169,84 @@ def _commit(
     if why := lost():
         raise OSError(why)
     commit.publish(temporary, step)
-    return sum(record.size for record in files.values())
+    return sum(size for size, _ in files.values())
+
+
+class BackgroundSaves:
+    """Begins saves on one rank. All ranks begin the same ones, in the same order, each after the `result` of the one
+    before.
+
+    The thread's collectives use a group of their own ("saving"), so they never meet those of the training. The thread
+    is a daemon, so the process can exit without it. On a CPU the copies are ordinary memory, freed when the write is
+    over. On CUDA they are pinned (a copy to other memory would hold up the host), as many bytes as the pieces have,
+    allocated once and used again. A stream of its own copies while the next forward and backward run, which do not
+    modify saved tensors. Code that does must call `before_change` first.
+    """
+
+    def __init__(self, context: ParallelContext) -> None:
+        alone = context.control_group is None
+        self._context = context if alone else replace(context, control_group=context.group("saving"))
+        self._device = context.device
+        self._pinned: list[Tensor] = []  # the copies on CUDA
+        self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._reading: torch.cuda.Event | None = None  # until it has happened the pieces must stay as they are
+
+    def begin(self, pieces: Sequence[Piece], write: Write, *, begun: float) -> "Future[Saved]":
+        """Copy the pieces and have `write(copies, context)` called in a thread. `begun`: see `Saved.stall_s`.
+
+        The future is of this rank: others may still be at their part when it is done. Its CheckpointErrors are the
+        same on all ranks.
+        """
+        copies, wait = self.copies_of(pieces)
+        stall_s = time.perf_counter() - begun
+        saving: Future[Saved] = Future()
+
+        def work() -> None:
+            try:
+                if self._side is not None:
+                    torch.cuda.set_device(self._device)  # a new thread starts on the first one
+                wait()
+                saved = write(copies, self._context)
+                copies.clear()  # before anybody can see that it is over
+                saving.set_result(replace(saved, seconds=time.perf_counter() - begun, stall_s=stall_s))
+            except BaseException as error:
+                saving.set_exception(error)
+
+        threading.Thread(target=work, name="checkpoint", daemon=True).start()
+        return saving
+
+    @torch.no_grad()
+    def copies_of(self, pieces: Sequence[Piece]) -> tuple[list[Piece], Callable[[], None]]:
+        """The pieces with contiguous tensors in host memory, and a call that returns when these are filled.
+
+        On CUDA the pieces have the same shapes every time, and the copies of the call before are overwritten.
+        """
+        live, wait = [piece.tensor for piece in pieces], lambda: None
+        if self._side is None:
+            copies = [tensor.clone(memory_format=torch.contiguous_format) for tensor in live]
+        else:
+            self._pinned = copies = self._pinned or self._pin(live)
+            self._side.wait_stream(torch.cuda.current_stream(self._device))  # whose kernels complete the state
+            with torch.cuda.stream(self._side):
+                for copy, tensor in zip(copies, live, strict=True):
+                    copy.copy_(tensor, non_blocking=True)
+            self._reading = self._side.record_event()
+            wait = self._reading.synchronize
+        return [replace(piece, tensor=copy) for piece, copy in zip(pieces, copies, strict=True)], wait
+
+    def _pin(self, live: Sequence[Tensor]) -> list[Tensor]:
+        """Host tensors of the same shapes in one block, pinned as it is: what torch pins itself has powers of two
+        bytes. They are valid as long as this object."""
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in live]
+        block, cudart = torch.empty(sum(sizes), dtype=torch.uint8), torch.cuda.cudart()
+        torch.cuda.check_error(cudart.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
+        # Memory that is freed while CUDA holds it for pinned gives wrong numbers to whoever copies there next.
+        weakref.finalize(self, lambda block: cudart.cudaHostUnregister(block.data_ptr()), block).atexit = False
+        parts = zip(block.split(sizes), live, strict=True)
+        return [part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for part, tensor in parts]
+
+    def before_change(self) -> None:
+        """What is put on the current stream from now on waits, on the device, for the copies of the last save."""
+        if self._reading is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._reading)
+            self._reading = None

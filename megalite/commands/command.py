@@ -8,14 +8,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megalite.config.arguments import number_from, parser_of
+from megalite.config.arguments import Parser, number_from
 from megalite.errors.problems import REFUSED, UserError, collect, open_closed_streams, refuse, to_stderr
-from megalite.observe.screens import print_lines
+from megalite.observe.readable import print_lines
 from megalite.plan.picture import Picture, picture_problems, save_picture
 
-ONE_OF = {"--world-size", "--dp"}
-OVERRIDES = "OVERRIDES are those of pretrain_gpt.py (docs/configuration.md)."
-
+ONE_OF = {"--world-size", "--dp"}  # options that exclude each other
 Option = tuple[tuple[str, ...], dict[str, Any]]
 
 
@@ -29,8 +27,7 @@ class Shown(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A function of its options and overrides, as a program. Its docstring, or that of its module, is the help. The
-    options in `ONE_OF` exclude each other."""
+    """A function of its options and overrides, as a program. Its docstring, or that of its module, is the help."""
 
     function: Callable[[argparse.Namespace, list[str]], Shown]
     options: tuple[Option, ...]
@@ -38,8 +35,9 @@ class Command(NamedTuple):
     def parse(self, arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
         """The options, and the words that are none: overrides."""
         about = inspect.getdoc(self.function) or sys.modules[self.function.__module__].__doc__
-        kind, end = argparse.RawDescriptionHelpFormatter, f"{OVERRIDES} Exit status 2: refused."
-        parser = parser_of(description=about, epilog=end, formatter_class=kind, allow_abbrev=False)
+        end = "OVERRIDES are those of pretrain_gpt.py (docs/configuration.md). Exit status 2: refused."
+        kind = argparse.RawDescriptionHelpFormatter
+        parser = Parser(description=about, epilog=end, formatter_class=kind, allow_abbrev=False)
         has_both = {names[0] for names, _ in self.options} >= ONE_OF
         one_of = parser.add_mutually_exclusive_group() if has_both else parser
         for names, settings in self.options:
@@ -50,11 +48,11 @@ class Command(NamedTuple):
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
         """The exit status. All that is wrong is printed as one refusal, and nothing else is."""
         open_closed_streams()
-        name = self.function.__name__
+        name, problems = self.function.__name__, []
         try:
             options, overrides = self.parse(arguments)
-            picture: Path | None = getattr(options, "picture", None)
-            problems = picture_problems(picture, name) if picture else []
+            if picture := getattr(options, "picture", None):
+                problems = picture_problems(picture, name)
             shown = collect(lambda: self.function(options, overrides), problems) or Shown()
             refuse(problems)
             if picture and shown.draw:

@@ -12,7 +12,7 @@ from megalite.config.arguments import number_from
 from megalite.config.compose import load_part
 from megalite.errors.problems import Problem, refuse
 from megalite.errors.words import plain
-from megalite.observe.report.write import write_report
+from megalite.observe.report.page import write_report
 
 MODEL = option("model", type=Path, metavar="MODEL", help="a run folder, or a folder of a transformers model")
 STEP = option("--step", type=number_from(0), metavar="N", help="of a run's checkpoint (default: the newest)")

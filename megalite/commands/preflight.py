@@ -29,15 +29,17 @@ from megalite.errors.problems import Problem, UserError, collect, to_stderr
 def measure(options: Namespace, overrides: list[str]) -> Shown:
     if overrides:
         raise UserError(Problem(overrides[0], "", "this command takes no settings", "--help says what it takes"))
-    import torch
-
+    from megalite.launch.context import CPU, ParallelContext
     from megalite.launch.device import choose_device
     from megalite.launch.environment import read_environment
-    from megalite.launch.preflight import best, judge, meet, preflight, table
+    from megalite.launch.preflight import best, judge, preflight, table
+    from megalite.launch.startup import meet
+    from megalite.layout.ranks import ParallelLayout
 
     environment, problems = read_environment(os.environ), list[Problem]()
-    device = collect(lambda: choose_device(options.device, environment), problems) or torch.device("cpu")
-    context = meet(environment, device, problems, timeout_s=600.0)
+    device = collect(lambda: choose_device(options.device, environment), problems) or CPU
+    store = meet(environment, CPU, problems, None, timeout_s=600.0)  # whose GPUs are compared later
+    context = ParallelContext(ParallelLayout(dp=environment.world_size), environment.rank, device, store=store)
     nodes = preflight(context, options.folder)
     if context.rank > 0:
         return Shown()

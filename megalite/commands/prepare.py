@@ -22,11 +22,10 @@ from megalite.config.settings import unusable
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse, to_stderr
 from megalite.observe.terminal import Terminal
 
-PREPARED = ("path", "subset", "split", "streaming", "text_column", "bpe_vocab_size", "cache_dir", "workers")
-READ = {  # whether token files are verified: what is read for it
-    True: ("--verify", ("data", "data.path", "model.vocab_size")),
-    False: ("preparing data", ("data", "tokenizer", *(f"data.{name}" for name in PREPARED))),
-}
+PREPARED = (
+    *("data", "tokenizer", "data.path", "data.subset", "data.split", "data.streaming", "data.text_column"),
+    *("data.bpe_vocab_size", "data.cache_dir", "data.workers"),
+)
 path_override = partial(typed, "data.path")
 
 
@@ -37,13 +36,13 @@ path_override = partial(typed, "data.path")
 def main(options: Namespace, overrides: list[str]) -> Shown:
     output, verify, problems = options.output, options.verify, list[Problem]()
     if verify == (output is not None):
-        hint = "--output PREFIX, or --verify"
-        raise UserError(Problem("--output", NO_VALUE, "either that or --verify is needed", hint))
+        problems.append(Problem("--output", output or NO_VALUE, "either that or --verify is needed", "--output PREFIX"))
     if output and (problem := unusable("--output", output)):
         problems.append(problem)
     if output and output.name in ("", ".."):
         problems.append(Problem("--output", str(output), "is a folder: it names no file", "--output tokens/corpus"))
-    config = collect(lambda: load_part(overrides, *READ[verify]), problems) or Config()
+    part = ("--verify", ("data", "data.path", "model.vocab_size")) if verify else ("preparing data", PREPARED)
+    config = collect(lambda: load_part(overrides, *part), problems) or Config()
     if not problems and verify != (config.data.source == "tokens"):
         hint = "data=tokens data.path=PREFIX" if verify else "data=text, data=hf or data=stdlib"
         rule = "token files are prepared already, and --verify is for them"
@@ -84,7 +83,7 @@ def make(config: Config, output: Path, terminal: Terminal) -> Iterator[str]:
 def check(config: Config, terminal: Terminal) -> Iterator[str]:
     """Scan token files; say what they hold."""
     from megalite.data.open import paths_of
-    from megalite.data.token_file import verify
+    from megalite.prepare.tokenizing import verify
 
     for path in paths_of(config.data):
         file = verify(Path(path), config.model.vocab_size, terminal.checking)

@@ -23,26 +23,25 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+import hydra
 from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from hydra.types import RunMode
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from megalite.config import durable_files as files
+from megalite.config import files
 from megalite.config.arguments import flags
 from megalite.config.compose import load_config, names_of
-from megalite.config.hydra_files import PACKAGE, files_of, hydra_loader, in_one_line, run_hydra
-from megalite.config.overrides import as_override
+from megalite.config.overrides import PACKAGE, as_override, files_of, hydra_with, in_one_line, run_hydra
 from megalite.config.schema import Config
-from megalite.config.user_files import read_object, refusing
-from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse, to_stderr
+from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse, to_stderr
 from megalite.launch.environment import read_environment
 from megalite.launch.signals import PATIENCE, STOP_SIGNALS
-from megalite.observe.report.write import write_report
-from megalite.observe.screens import print_lines
+from megalite.observe.readable import print_lines
+from megalite.observe.report.page import write_report
 from megalite.train.history import read_metrics
 
 MOST_NAMED = 4  # settings in the name of a folder
@@ -66,29 +65,27 @@ def sweep(arguments: Namespace) -> int:
         own += [f"hydra.job.config.override_dirname.exclude_keys=[{','.join(sorted(names_of(words) - swept))}]"]
     train = partial(train_point, flags=flags(arguments))
     with files.private_files(), _stop_file(folder):
-        return max(run_hydra([*words, *own, "--multirun"], train, arguments), _report(folder))
+        return max(run_hydra([*words, *own, "--multirun"], train, files_of(arguments)), _report(folder))
 
 
 def _checked(arguments: Namespace, fixed: list[str]) -> Path:
-    """Hydra's folder of this sweep; UserError for what some point would be refused, and two points in one folder."""
+    """Hydra's folder of this sweep; UserError for a point that would be refused, or two in one folder."""
     chosen = files_of(arguments)
-    loader = hydra_loader(chosen)
     try:
-        found = loader.load_configuration(chosen.name, fixed, run_mode=RunMode.MULTIRUN)
-        basic = found.hydra.sweeper._target_.endswith(".BasicSweeper")  # whose points are known beforehand
-        points = points_of(arguments.overrides, loader) if basic else [fixed]
+        with hydra_with(chosen):
+            found = hydra.compose(chosen.name, fixed, return_hydra_config=True)
+            basic = found.hydra.sweeper._target_.endswith(".BasicSweeper")  # whose points are known beforehand
+            points = points_of(arguments.overrides, GlobalHydra.instance().config_loader()) if basic else [fixed]
     except (HydraException, OmegaConfBaseException) as error:
         _load(arguments, 1, fixed)  # says it better, where it is a setting
         hint = "name one of these, or install its package (docs/sweeps.md)"
         raise UserError(Problem("--multirun", NO_VALUE, in_one_line(error), hint)) from error
-    problems = list[Problem]()
-    configs = [collect(partial(_load, arguments, _ranks(found), point), problems) for point in points]
-    problems = [each for at, each in enumerate(problems) if each not in problems[:at]]
-    counted = Counter(config.run_dir for config in configs if config)
+    configs = [_load(arguments, _ranks(found), point) for point in points]
+    counted = Counter(config.run_dir for config in configs)
     hint = "sweep what defines the training, or name folders by what differs: run_dir='runs/s${train.steps}'"
     rule = "several points would train in the same folder"
-    problems += [Problem("run_dir", place, rule, hint) for place, count in counted.items() if count > 1]
-    if not basic and configs[0] and configs[0].train.eval_interval == 0:
+    problems = [Problem("run_dir", place, rule, hint) for place, count in counted.items() if count > 1]
+    if not basic and configs[0].train.eval_interval == 0:
         rule, hint = "without evaluations there is no validation loss to choose by", "train.eval_interval=100"
         problems.append(Problem("train.eval_interval", 0, rule, hint))
     refuse(problems)
@@ -129,7 +126,7 @@ def _stop_file(folder: Path) -> Iterator[None]:
         with stop.open("ab") as file:
             file.write(b".")
 
-    with refusing(folder, "another hydra.sweep.dir"):
+    with files.refusing(folder, "another hydra.sweep.dir"):
         folder.mkdir(parents=True, exist_ok=True)
         left = {stop: files.STOP, **dict.fromkeys(folder.rglob(files.POINT.usual), files.POINT)}
         places = left | {folder / kind.usual: kind for kind in (files.COMPARISON, files.SWEEP)}
@@ -148,25 +145,26 @@ def _report(folder: Path) -> int:
     """Says what became of the points and draws a page that compares them; the exit status."""
     lines, trained, found = list[str](), list[Path](), set[str]()
     for path in sorted(folder.rglob(files.POINT.usual), key=lambda path: (len(str(path)), path)):
-        record = read_object(path)
+        record = files.read_object(path)
         loss = "" if record["val_loss"] is None else f", validation loss {record['val_loss']:.4f}"
         lines.append(f"{path.parent.relative_to(folder)}: {record['status']}{loss}; {record['run_dir']}")
         found.add(record["status"])
         if record["run_dir"] and Path(record["run_dir"], "metrics.jsonl").is_file():
             trained.append(Path(record["run_dir"]))
-    lines += (
-        [f"comparison: {write_report(trained, folder / files.COMPARISON.usual, files.COMPARISON)}"] if trained else []
-    )
-    print_lines([*lines, *(["stopped; the same command continues"] if "stopped" in found else [])])
+    if trained:
+        lines.append(f"comparison: {write_report(trained, folder / files.COMPARISON.usual, files.COMPARISON)}")
+    if "stopped" in found:
+        lines.append("stopped; the same command continues")
+    print_lines(lines)
     return int("failed" in found)
 
 
 def train_point(config: DictConfig, flags: Sequence[str]) -> float:
     """Train what Hydra composed by these flags; the final validation loss, NaN where there is none."""
-    hydra = HydraConfig.get()
-    words, ranks = [*flags, *hydra.overrides.task], _ranks(config)
-    folder, stop = Path(hydra.runtime.output_dir), Path(hydra.runtime.cwd, hydra.sweep.dir, files.STOP.usual)
-    alone = hydra.runtime.choices["hydra/launcher"] == "basic"  # else several points write at once
+    job = HydraConfig.get()
+    words, ranks = [*flags, *job.overrides.task], _ranks(config)
+    folder, stop = Path(job.runtime.output_dir), Path(job.runtime.cwd, job.sweep.dir, files.STOP.usual)
+    alone = job.runtime.choices["hydra/launcher"] == "basic"  # else several points write at once
     launcher = PACKAGE.parent / "pretrain_gpt.py"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     program = [sys.executable, *torchrun, *([str(launcher)] if launcher.is_file() else ["-m", "megalite", "train"])]
@@ -184,7 +182,7 @@ def train_point(config: DictConfig, flags: Sequence[str]) -> float:
         except UserError as error:
             to_stderr(str(error))
             status = "failed"
-        record = {"words": [*hydra.overrides.task], "run_dir": run_dir, "status": status, "val_loss": loss}
+        record = {"words": [*job.overrides.task], "run_dir": run_dir, "status": status, "val_loss": loss}
         files.write_atomically(folder / files.POINT.usual, json.dumps(record).encode(), files.POINT)
     return math.nan if loss is None else float(loss)
 

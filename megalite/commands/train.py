@@ -11,8 +11,7 @@ import time
 
 from megalite.config.schema import Config
 from megalite.errors.problems import REFUSED, Problem, UserError, collect, open_closed_streams, refuse, to_stderr
-from megalite.launch.environment import ProcessEnvironment, claimed_rank, first_of_node, read_environment
-from megalite.launch.host import set_variables
+from megalite.launch.environment import ProcessEnvironment, claimed_rank, first_of_node, read_environment, set_variables
 from megalite.launch.signals import INTERRUPTED, StopSignals, die_with_launcher, ignore_stop_signals
 
 WAIT_FOR_RANK_ZERO_S = 5.0  # torchrun ends all ranks when the first one exits: rank 0 must have printed by then
@@ -22,7 +21,7 @@ def main(argv: list[str]) -> int:
     """Train, sweep, or show what was asked for: the exit status."""
     from megalite.config.arguments import read_arguments, shown
     from megalite.config.compose import show_information
-    from megalite.config.user_files import refusing
+    from megalite.config.files import refusing
 
     rank = claimed_rank(os.environ)
     try:
@@ -42,8 +41,6 @@ def main(argv: list[str]) -> int:
         status = record(lambda: collect(lambda: train_rank(config, environment), problems))()
         refuse(problems)
         return status or 0
-    except SystemExit as ended:  # of --version, which Hydra's parser answers itself
-        return int(ended.code or 0)
     except UserError as error:
         if rank > 0:
             time.sleep(WAIT_FOR_RANK_ZERO_S)
@@ -75,7 +72,7 @@ def check(argv: list[str]) -> tuple[Config, ProcessEnvironment]:
 def train_rank(config: Config, environment: ProcessEnvironment) -> int:
     """Train as `config` says, on this rank: the exit status. Packages that training does not import meet it here."""
     from megalite.hf.import_model import import_model
-    from megalite.launch.preflight import look_at_nodes
+    from megalite.launch.preflight import preflight, table
     from megalite.observe.about import open_views, start_fields
     from megalite.observe.terminal import Terminal
     from megalite.prepare.prepare import examine, prepare
@@ -86,7 +83,7 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
         examine=examine,
         prepare=lambda config: prepare(config, terminal.preparing),
         read_weights=import_model,
-        look_at_nodes=look_at_nodes,
+        look_at_nodes=lambda context, folder: table(preflight(context, folder)),
         say=terminal.print,
         open_views=lambda job, note: open_views(job, terminal, note),
         about=start_fields,

@@ -20,23 +20,20 @@ from hydra.core.utils import setup_globals
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from megalite.config import overrides
 from megalite.config.arguments import read_arguments, shown
 from megalite.config.derive import derive
-from megalite.config.hydra_files import composed, files_of, in_one_line, run_hydra
+from megalite.config.files import absolute, read_yaml, refusing
 from megalite.config.model_folder import holds_tokenizer, imported_model_settings
-from megalite.config.overrides import as_override, nearest_setting, read_override, unknown
 from megalite.config.rules import check, unused
 from megalite.config.schema import Config
-from megalite.config.secrecy import secret_name, secret_problem, secret_value
 from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, bounds, leaves, nested, with_values
-from megalite.config.user_files import absolute, read_yaml, refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse
 
 OF_ONE_START = ("run_dir", "resume", "launch.preflight", "launch.status_file", "train.max_minutes")
 _VARIABLE = re.compile(r"oc\.env\s*:\s*['\"]?([^,}\s'\"]+)")
 
 Values = Mapping[str, Any]  # by the names of settings
-Reading = tuple[Config, list[Problem], set[str], list[str]]
 
 
 def load_config(argv: Sequence[str], world_size: int, unread: Collection[str] = ()) -> Config:
@@ -76,32 +73,36 @@ def load_values(words: Sequence[str], reads: Sequence[str]) -> Config:
 
 def show_information(arguments: Namespace) -> int:
     """Answers --help, --cfg job and the like through Hydra, once every override is known to be right."""
-    given: list[str] = []
+    given = list[str]()
     if not arguments.shell_completion:  # which has words of its own
         _, problems, _, given = _read(arguments)
         refuse(problems)
     output = io.StringIO()
     with redirect_stdout(output):
-        status = run_hydra([*given, *arguments.overrides, *shown(arguments)], lambda config: None, arguments)
+        words = [*given, *arguments.overrides, *shown(arguments)]
+        status = overrides.run_hydra(words, lambda config: None, overrides.files_of(arguments))
     with suppress(OSError):  # `--help | head`, a full disk
         print(output.getvalue(), end="", flush=True)
     return status
 
 
-def _read(arguments: Namespace) -> Reading:
+def _read(arguments: Namespace) -> tuple[Config, list[Problem], set[str], list[str]]:
     """The config of a command line, the problems with it, the settings that were refused (nobody knows which values
     they were to have), and overrides with what a folder gives."""
-    problems, files = list[Problem](), files_of(arguments)
+    problems, files = list[Problem](), overrides.files_of(arguments)
+    choices, command = dict[str, str](), dict[str, Any]()
     setup_globals()  # ${now:...}
-    read = (collect(partial(read_override, text, files), problems) for text in arguments.overrides)
-    overrides = [each for each in read if each is not None]
-    found = collect(partial(composed, files, {one.group: one.choice for one in overrides if one.choice}), problems)
-    command = {name: value for each in overrides for name, value in each.values.items()}
-    names = {name for each in overrides for name in each.names}
+    for text in arguments.overrides:
+        chosen, values = collect(partial(overrides.read_override, text, files), problems) or ({}, {})
+        choices, command = choices | chosen, command | values
+    found = collect(partial(overrides.composed, files, choices), problems)
+    all_of_them = choices.keys() - GROUPS.keys()  # a recipe may set anything
+    names = {*command} | {name for name, setting in SETTINGS.items() if setting.group in choices or all_of_them}
     by_files = {name: (found or {}).get(name, setting.default) for name, setting in SETTINGS.items()}
     if by_files["tokenizer"] == SETTINGS["tokenizer"].default and "tokenizer" not in command:
         names.discard("tokenizer")  # a recipe that does not speak of it leaves it to the weights
-    problems += [unknown(name, value) for name, value in {**(found or {}), **command}.items() if name not in SETTINGS]
+    strange = {name: value for name, value in {**(found or {}), **command}.items() if name not in SETTINGS}
+    problems += [overrides.unknown(name, value) for name, value in strange.items()]
     written = {name: command.get(name, value) for name, value in by_files.items()}
     departures = tuple(name for name in SETTINGS if written[name] != by_files[name])
     values, wrong = _resolved(written)
@@ -115,12 +116,12 @@ def _read(arguments: Namespace) -> Reading:
         held = collect(partial(values_of, values, names), problems) or {}
         new = {name: value for name, value in held.items() if name not in names and value != values[name]}
         if new:
-            given[source] = [f"{name}={as_override(value)}" for name, value in new.items()]
+            given[source] = [f"{name}={overrides.as_override(value)}" for name, value in new.items()]
             parsed = OverridesParser.create().parse_overrides(given[source])
             written |= {each.get_key_element(): each.value() for each in parsed}
             values, wrong = _resolved(written)
     problems += wrong
-    meant = {nearest_setting(name) or name for name in (problem.setting.lstrip("+~") for problem in problems)}
+    meant = {overrides.nearest_setting(name) or name for name in (problem.setting.lstrip("+~") for problem in problems)}
     doubtful = {*SETTINGS} if found is None or EXPERIMENT in meant else meant
     told = tuple(f"{source}: {', '.join(words)}" for source, words in given.items())
     config = replace(with_values(Config(), values), told=told, departures=departures)
@@ -137,17 +138,17 @@ def _resolved(written: Values) -> tuple[dict[str, Any], list[Problem]]:
 def _value(tree: DictConfig, name: str, written: Any) -> Any:
     """The value of a setting; UserError where it is of another type, refers to what there is not, or is a secret."""
     setting = SETTINGS[name]
-    if any("$" in one or secret_name(one) for one in _VARIABLE.findall(str(written))):
-        raise UserError(secret_problem(name))
+    if any("$" in one or overrides.secret_name(one) for one in _VARIABLE.findall(str(written))):
+        raise UserError(overrides.secret_problem(name))
     try:
         value = OmegaConf.select(tree, name, throw_on_missing=True)
         if OmegaConf.is_config(value):
             value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-        if secret_value(str(value)):  # it came in by a file or by ${oc.env:NAME}
-            raise UserError(secret_problem(name))
+        if overrides.secret_value(str(value)):  # it came in by a file or by ${oc.env:NAME}
+            raise UserError(overrides.secret_problem(name))
         return setting.typed(value)
     except OmegaConfBaseException as error:
-        raise UserError(Problem(name, written, in_one_line(error), setting.as_default)) from error
+        raise UserError(Problem(name, written, overrides.in_one_line(error), setting.as_default)) from error
     except (ValueError, OverflowError) as error:  # the latter: 400 digits, and no point among them
         raise UserError(Problem(name, written, f"must be {setting.type_words}", setting.as_default)) from error
 
@@ -170,14 +171,14 @@ def _run_of(values: Values, named: Collection[str]) -> Path | None:
 def _of_recipe(path: Path, values: Values, named: Collection[str]) -> dict[str, Any]:
     """The settings in the config.yaml of a run, for a new run in another folder."""
     saved = _saved(path)
-    refuse([unknown(name, value) for name, value in saved.items() if name not in SETTINGS])
+    refuse([overrides.unknown(name, value) for name, value in saved.items() if name not in SETTINGS])
     return {name: value for name, value in saved.items() if name != "run_name"}
 
 
 def _saved(path: Path) -> dict[str, Any]:
     """The values in a run's config.yaml by name, without those that were derived or concern one start."""
-    with refusing(path, remedy := "restore it from a copy, or give all settings"):
-        saved = read_yaml(path, remedy)
+    with refusing(path, hint := "restore it from a copy, or give all settings"):
+        saved = read_yaml(path, hint)
         derived = saved.pop(DERIVED, []) if isinstance(saved, dict) else None
         if not isinstance(derived, list):
             raise ValueError("holds no settings of a run")

@@ -15,12 +15,12 @@ from math import gcd
 from pathlib import PurePath
 from typing import Any
 
+from megalite.config.files import absolute
 from megalite.config.layout import dense_ranks
 from megalite.config.schedule_rules import SCHEDULE_TRAITS, ScheduleRequest
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from megalite.config.settings import OPEN, SETTINGS, value_of, with_values
 from megalite.config.step_plan import batch_ramp
-from megalite.config.user_files import absolute
 from megalite.errors.words import plain
 
 FILLING = 8  # microbatches that a pipeline has by default, at least: of two stages the first and last idle for a ninth

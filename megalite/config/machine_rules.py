@@ -15,10 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megalite.config.derive import BUILT_IN_TOKENIZERS, looks_like_path, run_dir_of
-from megalite.config.durable_files import OWN, STATUS, output_problems, run_dir_problems
+from megalite.config.files import OWN, STATUS, absolute, output_problems, run_dir_problems
 from megalite.config.nccl_options import read_nccl_options
 from megalite.config.schema import Config
-from megalite.config.user_files import absolute
 from megalite.errors.problems import Problem, UserError
 from megalite.errors.words import nearest
 

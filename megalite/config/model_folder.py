@@ -4,23 +4,22 @@ A value that no model has (another type, out of bounds) is a fault of the file. 
 the folder is sound, and its model is another one than the GPT here.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from megalite.config.files import read_object
 from megalite.config.rule import Case, problems_of
 from megalite.config.rules import RULES
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, outside, with_values
-from megalite.config.user_files import read_object
 from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse
 from megalite.hf.families import FAMILIES
 from megalite.hf.families.llama import RotaryFamily
 
 SETTING, NAMES = "checkpoint.init_from", ", ".join(FAMILIES)
-REMEDY = "the folder is damaged or incomplete: copy or download it again, or save it again with save_pretrained"
-REPAIR = "write into config.json what its model has, or copy or download the folder again"
+HINT = "the folder is damaged or incomplete: copy or download it again, or save it again with save_pretrained"
 OTHER_MODEL = f"the folder may be sound; give a model of {NAMES} that the settings of docs/configuration.md can say"
 OPEN = ("rope_attention_factor", "rope_mscale", "rope_mscale_all_dim")  # settings that may be null
 Misfit = tuple[str, Any, str]  # a key of config.json, its value and the rule that it breaks
@@ -34,11 +33,9 @@ def imported_model_settings(folder: str | Path) -> dict[str, Any]:
     family = FAMILIES[found["model_type"]]
     keys = {name: key for key, name in family.names(found).items()}
 
-    def refuse_all(misfits: Iterable[Misfit], hint: str) -> None:
-        refuse([Problem(f"{path}: {key}", value, rule, hint, here=True) for key, value, rule in misfits])
+    def problem(key: str, value: Any, rule: str, hint: str = HINT) -> Problem:
+        return Problem(f"{path}: {key}", value, rule, hint, here=True)
 
-    numbers = {name: found[key] for name, key in keys.items() if type(found.get(key)) in (int, float)}
-    refuse_all(_misfits(numbers, keys), REPAIR)
     try:
         beyond = [*family.beyond(found)]
         settings = {} if beyond else family.settings(found)
@@ -46,15 +43,14 @@ def imported_model_settings(folder: str | Path) -> dict[str, Any]:
             keys |= {name: key for key, name in family.rope(found)[1].items()}
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         rule = f"describes no {family.model_type} model ({type(error).__name__}: {error})"
-        raise UserError(Problem(str(path), NO_VALUE, rule, REPAIR, here=True)) from error
+        raise UserError(Problem(str(path), NO_VALUE, rule, HINT, here=True)) from error
     unsaid = "no setting here says it; what can be said: "
-    refuse_all(((key, value, unsaid + known) for key, value, known in beyond), OTHER_MODEL)
-    refuse_all(_misfits({name: settings[name] for name in settings if name in keys}, keys), REPAIR)
+    refuse([problem(key, value, unsaid + known, OTHER_MODEL) for key, value, known in beyond])
+    refuse([problem(*misfit) for misfit in _misfits({name: settings[name] for name in settings if name in keys}, keys)])
     told = {f"model.{name}": value for name, value in settings.items() if value is not None}
     config = with_values(Config(), {**told, SETTING: ".", "tokenizer": "."})  # weights and words of others
-    problems = [it for it in problems_of(Case(config, 1), RULES) if it.setting.startswith("model.")]
-    names = ((it.setting.removeprefix("model."), it) for it in problems)
-    refuse_all(((keys.get(name, name), it.value, it.rule) for name, it in names), REPAIR)
+    broken = [(one.setting.removeprefix("model."), one) for one in problems_of(Case(config, 1), RULES)]
+    refuse([problem(keys.get(name, name), one.value, one.rule) for name, one in broken if name != one.setting])
     return settings
 
 
@@ -77,8 +73,8 @@ def imported_model(folder: str | Path) -> ModelConfig:
 
 def settings_of(model: ModelConfig) -> dict[str, Any]:
     """The model's settings as families take them: {"num_layers": 12, "moe.top_k": 2, ...}."""
-    fields = [setting.field for setting in SETTINGS.values() if setting.group == "model"]
-    return {field.removeprefix("model."): attrgetter(field.removeprefix("model."))(model) for field in fields}
+    names = [setting.leaf for setting in SETTINGS.values() if setting.group == "model"]
+    return {name: attrgetter(name)(model) for name in names}
 
 
 def holds_tokenizer(folder: Path) -> bool:
@@ -90,15 +86,15 @@ def read_model_file(folder: Path) -> dict[str, Any]:
     """config.json of a supported family."""
     path = folder / "config.json"
     if not folder.is_dir():
-        remedy = "give the path of a folder on this machine (nothing is downloaded), as save_pretrained writes it"
-        raise UserError(Problem(SETTING, str(folder), "must be the folder of a transformers model", remedy))
-    found = read_object(path, REMEDY)
+        hint = "give the path of a folder on this machine (nothing is downloaded), as save_pretrained writes it"
+        raise UserError(Problem(SETTING, str(folder), "must be the folder of a transformers model", hint))
+    found = read_object(path, HINT)
     if (family := found.get("model_type")) not in [*FAMILIES]:
-        remedy = "give a model of these; code that comes with a model is never run"
-        raise UserError(Problem(f"{path}: model_type", family, f"must be one of {NAMES}", remedy))
+        hint = "give a model of these; code that comes with a model is never run"
+        raise UserError(Problem(f"{path}: model_type", family, f"must be one of {NAMES}", hint))
     return found
 
 
 def folder_problem(path: Path, rule: str) -> Problem:
     """What is wrong with a file of the folder, or with the folder."""
-    return Problem(SETTING, str(path), rule, REMEDY)
+    return Problem(SETTING, str(path), rule, HINT)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megalite.config.user_files import read_yaml
+from megalite.config.files import read_yaml
 from megalite.errors.problems import Problem, UserError
 
 SETTING = "parallel.nccl_options"

@@ -1,24 +1,56 @@
-"""Reads overrides one by one: can it be read, is there such a setting or choice, and what was meant instead?
+"""Overrides and config files, as Hydra reads them.
 
-Hydra would stop at the first that is wrong. Here each is refused by itself, with what would work.
+Hydra would stop at the first override that is wrong. Here each is read by itself, and refused with what would work.
+What looks like a secret is refused, because command lines and saved configs are read by others.
 """
 
 import re
 import shlex
-from typing import Any, NamedTuple
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, cast
 
+import hydra
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from megalite.config.hydra_files import Files, in_one_line
-from megalite.config.secrecy import secret_name, secret_override, secret_problem, secret_value
-from megalite.config.settings import EXPERIMENT, GROUPS, SETTINGS, leaves, yaml_value
+from megalite.config.files import read_yaml, refusing
+from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, leaves, yaml_value
 from megalite.errors.problems import NO_VALUE, Problem, UserError, shortened
 from megalite.errors.words import nearest, similarity
 
+PACKAGE = Path(__file__).resolve().parents[1]
+CONF = folder if (folder := PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # of a wheel; of a checkout
+MEND = "mend the file, or choose another; see docs/configuration.md"
+PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[a-z_/][\w./-]*", re.ASCII | re.IGNORECASE)  # a text everywhere
+_VERSION_BASE = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}  # Hydra 1.4 warns of it
+
+# Named by conf/config.yaml and copies of it; what is no setting is refused here.
+ConfigStore.instance().store(name="megalite_schema", node={})
+
+ADVICE = "pass secrets in the environment (HF_TOKEN, WANDB_API_KEY), and change one that was typed: logs keep commands"
+# In a name of small letters. Short words count where a word of the name ends in them: APIKEY and PGPASS, not KEYBOARD.
+_SECRET_NAME = re.compile(r"token|secret|passw|passphrase|credential|(?:key|pass|pwd|auth|bearer|cookie)s?(?![a-z])")
+_HARMLESS = re.compile(r"tokeni[sz][a-z]*|tokens|key_value|^(?:old)?pwd$|compass")
+_SECRET_VALUE = re.compile(
+    r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{30,}|(?:gh[pousr]_|github_pat_|glpat-|wandb_v\d_)[\w-]{16,}"
+    r"|sk-(?:(?:proj|ant|or|svcacct)-[\w-]{20,}|[A-Za-z0-9]{20,})"  # OpenAI and others
+    r"|xox[a-z]-[\w-]{10,}|A[KS]IA[0-9A-Z]{12,}|AIza[\w-]{30,}|ya29\.[\w-]{20,}"  # Slack, AWS, Google
+    r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,})"  # JSON web token
+    r"|://[^/\s:@]+:[^/\s@]+@"  # user:password in an address
+    r"|(?:^|[=\[,:\s'\"])[0-9a-fA-F]{40}(?:$|[\],\s'\"}])"  # W&B, old form
+)
 FOREIGN_WORDS = {  # what the same is called in nanoGPT, Megatron-LM and transformers
     "optimizer.lr": "learning_rate",
     "optimizer.betas": "beta1 beta2",
@@ -44,26 +76,94 @@ FOREIGN_WORDS = {  # what the same is called in nanoGPT, Megatron-LM and transfo
     "run_dir": "output_dir",
 }
 BY_WORD = {word: name for name, words in FOREIGN_WORDS.items() for word in words.split()}
-PLAIN = re.compile(r"(?!(?:null|true|false|nan|inf)\Z)[a-z_./][\w./-]*", re.ASCII | re.IGNORECASE)  # a text everywhere
 
 
-class Override(NamedTuple):
-    """What an override says: the file that a group takes, or values of settings, by their names."""
+class Files(NamedTuple):
+    """Folders like conf/, of which the first that has a file counts, and the name of the config to begin with.
+    `recipe`: the config.yaml of a run, whose settings come on top."""
 
-    group: str
-    choice: str | None
-    values: dict[str, Any]
+    folders: tuple[str, ...]
+    name: str
+    recipe: Path | None = None
 
-    @property
-    def names(self) -> set[str]:
-        """The settings that the override decides: all of a group whose file it chooses, all there are for a recipe."""
-        if self.choice is None:
-            return {*self.values}
-        return {one.name for one in SETTINGS.values() if one.group == self.group or self.group not in GROUPS}
+    def options(self, group: str) -> list[str]:
+        """The names of a group's files."""
+        return sorted({path.stem for folder in self.folders for path in Path(folder, group).glob("*.yaml")})
 
 
-def read_override(text: str, files: Files) -> Override:
-    """What the override says to Hydra; UserError where it is none, or an unknown choice."""
+class _OwnFolders(SearchPathPlugin):
+    """Puts the folders of the user before the main one, which is the last."""
+
+    folders: ClassVar[Sequence[str]] = ()
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        for folder in self.folders:
+            search_path.prepend("own", f"file://{folder}", anchor="main")
+
+
+def _main_folder(files: Files) -> str:
+    """Hydra's main folder, when it knows all others."""
+    *_OwnFolders.folders, main = files.folders
+    Plugins.instance().register(_OwnFolders)
+    return main
+
+
+def files_of(arguments: Namespace) -> Files:
+    """The files that a command line asks for."""
+    name, main = (arguments.config_name or "config").removesuffix(".yaml"), arguments.config_path or str(CONF)
+    files = Files((arguments.config_dir, main) if arguments.config_dir else (main,), name)
+    chosen = next((path for folder in files.folders if (path := Path(folder, f"{name}.yaml")).exists()), None)
+    with suppress(UserError):  # refused by whoever composes the file
+        if chosen is not None and chosen.parent != CONF and DERIVED in read_yaml(chosen):
+            others = [folder for folder in files.folders if folder not in (str(chosen.parent), str(CONF))]
+            return Files((*others, str(CONF)), "config", chosen)
+    return files
+
+
+def hydra_with(files: Files) -> AbstractContextManager[Any]:
+    """Hydra, initialized with the files for the time of a block; a sweep has done it already."""
+    if GlobalHydra.instance().is_initialized():
+        return nullcontext()
+    context: AbstractContextManager[Any] = hydra.initialize_config_dir(
+        _main_folder(files), "pretrain_gpt", **_VERSION_BASE
+    )
+    return context
+
+
+def composed(files: Files, choices: Mapping[str, str]) -> dict[str, Any]:
+    """The settings in the files of the command's choices, by dotted names, before interpolations are resolved.
+    UserError for a file that cannot be read."""
+    words = [f"{group}={choice}" for group, choice in choices.items()]
+    with refusing(" ".join([f"--config-name={files.name}", *words]), MEND):
+        try:
+            with hydra_with(files):
+                found = hydra.compose(files.name, words)
+            return leaves(cast(dict[str, Any], OmegaConf.to_container(found)))
+        except (HydraException, OmegaConfBaseException) as error:
+            raise ValueError(in_one_line(error)) from error
+
+
+def run_hydra(words: Sequence[str], function: Callable[[Any], Any], files: Files) -> int:
+    """Lets Hydra itself read a command line, and call the function if that is for it; the exit status."""
+    given, sys.argv[1:] = sys.argv[1:], [*words]
+    try:
+        hydra.main(config_path=_main_folder(files), config_name=files.name, **_VERSION_BASE)(function)()
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    finally:
+        sys.argv[1:] = given
+    return 0
+
+
+def in_one_line(error: Exception) -> str:
+    """The message of an error of Hydra or OmegaConf, without the notes on where it has searched."""
+    said = (str(error) or str(error.__cause__)).partition("\n    full_key")[0].partition("Config search path")[0]
+    return shortened(" ".join(said.split()) or type(error).__name__)
+
+
+def read_override(text: str, files: Files) -> tuple[dict[str, str], dict[str, Any]]:
+    """The choices of files by group, and the values of settings by name, that an override means to Hydra; UserError
+    where it is none, or an unknown choice."""
     text = text.lstrip("+")
     name, equals, given = text.partition("=")
     if secret_override(text):
@@ -83,16 +183,16 @@ def read_override(text: str, files: Files) -> Override:
         raise UserError(Problem(name, given, "several values", hint))
     name, value = parsed.get_key_element(), parsed.value()
     if isinstance(value, dict) and name not in SETTINGS:  # model={norm: rmsnorm} sets what model.norm=rmsnorm sets
-        return Override(name, None, leaves(value, f"{name}."))
+        return {}, leaves(value, f"{name}.")
     if "." in name or not (choices := files.options(name)):
-        return Override(name, None, {name: value})
+        return {}, {name: value}
     if value not in choices:
         meant = [f"{one.name}={value}" for one in SETTINGS.values() if one.leaf == name and one.takes(value)]
         near = nearest(str(value), choices, cutoff=0.3)
         hint = (meant or [f"{name}={near} is the nearest" if near else f"{name}={choices[0]}"])[0]
         rule = f"unknown choice: there is no conf/{name}/{value}.yaml"
         raise UserError(Problem(name, value, rule, f"{hint}; choices: {', '.join(choices)}"))
-    return Override(name, str(value), {})
+    return {name: str(value)}, {}
 
 
 def as_override(value: Any) -> str:
@@ -124,14 +224,40 @@ def unknown(name: str, value: Any) -> Problem:
 
 def nearest_setting(name: str) -> str | None:
     """The setting or group that was most likely meant by a dotted name: by another project's word, or spelled alike."""
-    group, _, leaf = name.rpartition(".")
+    leaf = name.rpartition(".")[2]
+
+    def likeness(one: str) -> float:
+        last = one.rpartition(".")[2]  # moe_layer_freq holds layer_freq
+        return similarity(one, name) + (1 if last == leaf else 0.5 if len(last) > 4 and last in leaf else 0)
+
     if name in SETTINGS or name in GROUPS:
         return name
-    last = {one: one.rpartition(".")[2] for one in SETTINGS}
-    same = [BY_WORD[leaf]] if leaf in BY_WORD else [one for one in SETTINGS if last[one] == leaf]
-    if within := same or [one for one in SETTINGS if len(last[one]) > 4 and last[one] in leaf]:  # moe_layer_freq
-        return max(within, key=lambda candidate: similarity(candidate, name))
-    if group in GROUPS:  # only the last word is wrong: model.layers -> model.num_layers
-        own = {setting.leaf: setting.name for setting in SETTINGS.values() if setting.group == group}
-        return own.get(nearest(leaf, own, cutoff=0.5) or "")
-    return nearest(name, (*SETTINGS, *GROUPS, EXPERIMENT), cutoff=0.7)
+    known = SETTINGS if "." in name else (*SETTINGS, *GROUPS, EXPERIMENT)
+    best = BY_WORD.get(leaf) or max(known, key=likeness)
+    return best if leaf in BY_WORD or likeness(best) > 0.7 else None
+
+
+def secret_problem(name: str) -> Problem:
+    """The problem with a setting that holds a secret; its value is not shown."""
+    return Problem(name, "(not shown)", "looks like a secret", ADVICE)
+
+
+def secret_name(name: str) -> bool:
+    """Whether a setting of this name would hold a secret. Known settings and slips of them never do."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.lstrip("+~-")).lower()  # accessKeyId
+    leaf = name.rpartition(".")[2]
+    return bool(_SECRET_NAME.search(_HARMLESS.sub("", words))) and all(
+        similarity(leaf, setting.leaf) < 0.85 for setting in SETTINGS.values()
+    )
+
+
+def secret_value(text: str) -> bool:
+    """Whether the text holds something of the form of a known kind of secret."""
+    return bool(_SECRET_VALUE.search(text))
+
+
+def secret_override(text: str) -> bool:
+    """Whether `name=value`, in any form, names or holds a secret; names inside `{name: value}` count too."""
+    name, _, value = text.partition("=")
+    names = re.findall(r"(?<![\w.-])([\w.-]+)\s*:", value.partition("{")[2])
+    return secret_value(text) or any(map(secret_name, (name, *names)))

@@ -15,12 +15,10 @@ LEAST_FLEX_HEAD = 16  # numbers of a head: torch's flex attention takes no small
 MOST_LAYERS, MOST = 10_000, 2**20  # far beyond what anyone trains, and few enough to list
 
 
-def setting(
-    default: Any, meaning: str, *, choices: tuple[str, ...] = (), name: str | None = None, **limits: float
-) -> Any:
-    """A dataclass field with its meaning, and the choices and limits (at_least, above, at_most, below) that settings.py
-    enforces and the docs print. `name`: what users call it, where Python does not allow that name for a field."""
-    metadata = {"name": name, "meaning": meaning, "choices": choices, "limits": limits}
+def setting(default: Any, meaning: str, *, choices: str = "", name: str | None = None, **limits: float) -> Any:
+    """A dataclass field with its meaning, and the choices (`a|b`) and limits (at_least, above, at_most, below) that
+    settings.py enforces and the docs print. `name`: what users call it, where Python does not allow it for a field."""
+    metadata = {"name": name, "meaning": meaning, "choices": tuple(filter(None, choices.split("|"))), "limits": limits}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -36,22 +34,18 @@ class MoEConfig:
     num_shared_experts: int = setting(0, "experts that every token goes through besides, as one MLP", at_least=0)
     first_dense_layers: int = setting(0, "layers at the start that have an MLP and no experts", at_least=0)
     layer_freq: int = setting(1, "every n-th layer has experts, from the first after these on", at_least=1)
-    score: str = setting("softmax", "what the router makes of its logits", choices=("softmax", "sigmoid"))
+    score: str = setting("softmax", "what the router makes of its logits", choices="softmax|sigmoid")
     pre_softmax: bool = setting(False, "softmax over all experts before the choice; false: over the chosen ones")
     normalize_weights: bool = setting(True, "the weights of a token's experts are divided by their sum")
     scaling_factor: float = setting(1.0, "multiplies the weights", above=0)
     num_groups: int = setting(1, "groups of experts, of which a token chooses first", at_least=1)
     top_k_groups: int = setting(1, "groups that a token may choose experts from", at_least=1)
-    aux_loss: str = setting(
-        "microbatch",
-        "tokens over which the balancing loss counts (global: those of the step before)",
-        choices=("microbatch", "sequence", "global"),
-    )
+    aux_loss: str = setting("microbatch", "tokens that the balancing loss counts", choices="microbatch|sequence|global")
     aux_loss_coeff: float = setting(0.01, "coefficient of the balancing loss; 0: none", at_least=0)
     z_loss_coeff: float = setting(0.0, "coefficient of the squared log-sum-exp of router logits; 0: none", at_least=0)
     expert_bias_rate: float = setting(0.0, "score=sigmoid: step of the balancing biases; 0: none", at_least=0)
     capacity_factor: float | None = setting(None, "shares of rows that an expert takes at most; null: all", above=0)
-    dispatcher: str = setting("alltoall", "rows go to experts' ranks, or to all", choices=("alltoall", "allgather"))
+    dispatcher: str = setting("alltoall", "rows go to experts' ranks, or to all", choices="alltoall|allgather")
 
 
 @dataclass
@@ -68,9 +62,9 @@ class ModelConfig:
     vocab_size: int = setting(None, "tokens that the model knows; null: the tokenizer's", at_least=2)
     vocab_multiple: int = setting(128, "the embedding is padded to a multiple of this, outside the loss", at_least=1)
     max_positions: int = setting(None, "length of the learned table; null: train.seq_length", at_least=1)
-    position: str = setting("rope", "how positions enter the model", choices=("learned", "rope"))
+    position: str = setting("rope", "how positions enter the model", choices="learned|rope")
     rope_theta: float = setting(10000.0, "base of the rotary frequencies", above=0)
-    rope_scaling: str = setting("llama3", "how longer contexts are scaled", choices=("linear", "llama3", "yarn"))
+    rope_scaling: str = setting("llama3", "how longer contexts are scaled", choices="linear|llama3|yarn")
     rope_scaling_factor: float = setting(1.0, "factor by which the context is longer; 1: no scaling", at_least=1)
     rope_original_positions: int = setting(None, "llama3, yarn: context length before scaling", at_least=1)
     rope_low_frequency_factor: float = setting(1.0, "llama3: below this many turns, fully scaled", above=0)
@@ -81,10 +75,10 @@ class ModelConfig:
     rope_attention_factor: float | None = setting(None, "yarn: of queries and keys; null: by the mscales", above=0)
     rope_mscale: float | None = setting(None, "yarn: the factor is m(this) / m(rope_mscale_all_dim)", above=0)
     rope_mscale_all_dim: float | None = setting(None, "yarn: m(x) = 0.1 x log(scale) + 1; nulls: m(1)", above=0)
-    norm: str = setting("rmsnorm", "normalisation before attention, MLP and head", choices=("layernorm", "rmsnorm"))
+    norm: str = setting("rmsnorm", "normalisation before attention, MLP and head", choices="layernorm|rmsnorm")
     norm_eps: float = setting(1e-5, "added to the variance in every norm", above=0)
     activation: str = setting(
-        "swiglu", ", ".join(each.meaning for each in ACTIVATIONS.values()), choices=tuple(ACTIVATIONS)
+        "swiglu", ", ".join(each.meaning for each in ACTIVATIONS.values()), choices="|".join(ACTIVATIONS)
     )
     bias: bool = setting(False, "biases in linear layers and layer norms; experts and routers have none")
     qk_norm: bool = setting(False, "RMSNorm over each head of queries and keys (Qwen3)")
@@ -121,7 +115,7 @@ class ParallelConfig:
     cp: int = setting(1, "context-parallel size: one sequence across ranks", at_least=1, at_most=MOST)
     pp: int = setting(1, "pipeline-parallel size: layers across ranks", at_least=1, at_most=MOST)
     vpp: int = setting(1, "chunks of layers (virtual stages) per pipeline rank", at_least=1, at_most=MOST)
-    schedule: str = setting(None, "null: interleaved if vpp > 1, else 1f1b", choices=tuple(SCHEDULE_TRAITS))
+    schedule: str = setting(None, "null: interleaved if vpp > 1, else 1f1b", choices="|".join(SCHEDULE_TRAITS))
     microbatch_group_size: int | None = setting(None, "interleaved: microbatches of a turn; null: as suits", at_least=1)
     first_stage_layers: int | None = setting(None, "layers of the first pipeline rank; null: as others", at_least=0)
     last_stage_layers: int | None = setting(None, "layers of the last pipeline rank; null: as others", at_least=0)
@@ -131,11 +125,7 @@ class ParallelConfig:
     pipeline_layout: str | None = setting(None, "stages as Megatron-LM writes them, like 'Et*3|t*3L'; null: as above")
     ep: int = setting(1, "expert-parallel size: experts across ranks", at_least=1, at_most=MOST)
     etp: int = setting(None, "tensor-parallel size of the experts; null: tp", at_least=1, at_most=MOST)
-    cp_comm: str = setting(
-        "auto",
-        "how the ranks of cp exchange keys; auto: by heads, documents and what is sent",
-        choices=("auto", "allgather", "ring", "alltoall", "alltoall+ring"),
-    )
+    cp_comm: str = setting("auto", "how cp exchanges keys", choices="auto|allgather|ring|alltoall|alltoall+ring")
     cp_alltoall: int | None = setting(None, "alltoall+ring: ranks that swap heads; null: most", at_least=1)
     order: str = setting("tp-cp-ep-dp-pp", "how ranks are numbered, fastest-varying axis first")
     sequence_parallel: bool = setting(None, "norms hold 1/tp of each sequence; null: if tp > 1")
@@ -158,25 +148,13 @@ class TrainConfig:
     eval_batches: int = setting(8, "global batches of one evaluation, always the same", at_least=1, at_most=MOST)
     label_smoothing: float = setting(0.0, "share of each label spread over the vocabulary", at_least=0, below=1)
     z_loss: float = setting(0.0, "coefficient of the squared log of the softmax's denominator in the loss", at_least=0)
-    recompute: str = setting("none", "what backward computes again", choices=("none", "selective", "full"))
+    recompute: str = setting("none", "what backward computes again", choices="none|selective|full")
     recompute_layers: int | None = setting(None, "full: number of blocks, from the first on; null: all", at_least=1)
-    recompute_modules: list[str] = setting(
-        ["attention"],
-        "selective: which outputs (attention: its core; moe: of the experts' first product)",
-        choices=("attention", "norm", "activation", "moe"),
-    )
+    recompute_modules: list[str] = setting(["attention"], "selective: outputs", choices="attention|norm|activation|moe")
     compile: bool = setting(None, "torch.compile of each block and of the loss; null: on for CUDA, off for CPU")
     cuda_graph: bool = setting(None, "CUDA, one process: one call starts a microbatch's kernels; null: of small ones")
-    attention: str = setting(
-        "auto",
-        "kernels on CUDA; auto: cuDNN's, else flash; of documents flex; fa4: those of flash-attn-4",
-        choices=("auto", "cudnn", "flash", "flex", "fa4"),
-    )
-    fp8: str | None = setting(
-        None,
-        "precision=bf16: inner blocks multiply fp8 numbers, with a scale per matrix or row (docs/performance.md)",
-        choices=("tensorwise", "rowwise"),
-    )
+    attention: str = setting("auto", "auto: cuDNN or flash, for documents flex", choices="auto|cudnn|flash|flex|fa4")
+    fp8: str | None = setting(None, "precision=bf16: inner blocks multiply fp8 numbers", choices="tensorwise|rowwise")
     max_bad_steps: int = setting(10, "stop after this many in a row without a finite loss or gradient", at_least=1)
     check_replicas_every: int = setting(100, "steps between checks that replicas are equal; 0: none", at_least=0)
     record_pipeline: int = setting(0, "steps between recordings of the pipeline's times; 0: none", at_least=0)
@@ -202,7 +180,7 @@ class OptimizerConfig:
     here is fp64.
     """
 
-    name: str = setting("adamw", "the rule by which parameters are updated", choices=tuple(OPTIMIZERS))
+    name: str = setting("adamw", "the rule by which parameters are updated", choices="|".join(OPTIMIZERS))
     lr: float = setting(1e-3, "peak learning rate", above=0)
     weight_decay: float = setting(0.1, "decoupled weight decay", at_least=0)
     betas: list[float] = setting([0.9, 0.95], "decay rates of the first and second moment", at_least=0, below=1)
@@ -212,10 +190,10 @@ class OptimizerConfig:
     instances: int = setting(1, "copies of the sharded state, each over some dp ranks (hybrid sharding)", at_least=1)
     bucket_size: int | None = setting(None, "elements of a gradient bucket; null: by model and ranks", at_least=1)
     overlap: bool = setting(True, "gradients travel during the backward pass, parameters during the next forward")
-    ownership: str = setting("even", "cuts of a bucket's state: equal, or at matrices", choices=("even", "whole"))
-    gradient_dtype: str = setting("fp32", "type of gradient sums; bf16: with precision=bf16", choices=("fp32", "bf16"))
-    communication_dtype: str = setting(None, "type of gradients sent; null: gradient_dtype", choices=("fp32", "bf16"))
-    moment_dtype: str = setting("fp32", "type of the first moment; the second is fp32", choices=("fp32", "bf16"))
+    ownership: str = setting("even", "cuts of a bucket's state: equal, or at matrices", choices="even|whole")
+    gradient_dtype: str = setting("fp32", "type of gradient sums; bf16: with precision=bf16", choices="fp32|bf16")
+    communication_dtype: str = setting(None, "type of gradients sent; null: gradient_dtype", choices="fp32|bf16")
+    moment_dtype: str = setting("fp32", "type of the first moment; the second is fp32", choices="fp32|bf16")
     initial_loss_scale: float = setting(65536.0, "fp16: multiplies the loss at first", above=0, at_most=2.0**32)
     min_loss_scale: float = setting(1.0, "fp16: the scale never falls below this", above=0, at_most=2.0**32)
     loss_scale_window: int = setting(1000, "fp16: steps without an overflow after which the scale doubles", at_least=1)
@@ -226,7 +204,7 @@ class OptimizerConfig:
 class LearningRateConfig:
     """Learning rate over the steps: a linear warm-up to optimizer.lr, then the schedule."""
 
-    schedule: str = setting("cosine", "shape after the warm-up", choices=("constant", "linear", "cosine", "wsd"))
+    schedule: str = setting("cosine", "shape after the warm-up", choices="constant|linear|cosine|wsd")
     warmup_steps: int = setting(None, "steps of linear warm-up; null: min(100, train.steps / 10)", at_least=0)
     min_lr: float = setting(None, "learning rate at the last step; null: a tenth of optimizer.lr", at_least=0)
     decay_steps: int = setting(None, "wsd: steps of the final decay; null: a fifth of train.steps", at_least=0)
@@ -236,7 +214,7 @@ class LearningRateConfig:
 class DataConfig:
     """Where text comes from and how it becomes samples."""
 
-    source: str = setting("stdlib", "set by data=NAME", choices=("stdlib", "text", "hf", "tokens"))
+    source: str = setting("stdlib", "set by data=NAME", choices="stdlib|text|hf|tokens")
     path: Any = setting(None, "text: file, folder, glob; hf: name; tokens: file without .bin; a list is a blend")
     weights: list[float] | None = setting(None, "shares of a blend's parts; null: by their tokens", above=0)
     subset: str | None = setting(None, "hf: configuration of the dataset")
@@ -265,7 +243,7 @@ class CheckpointConfig:
 class LogConfig:
     """Where a run is shown besides its own folder."""
 
-    wandb: str | None = setting(None, "null: online if a key is set up", choices=("disabled", "offline", "online"))
+    wandb: str | None = setting(None, "null: online if a key is set up", choices="disabled|offline|online")
     wandb_project: str = setting("megalite", "project that the run appears in")
     wandb_entity: str | None = setting(None, "user or team that the project belongs to; null: the key's own")
     wandb_name: str | None = setting(None, "name of the run there; null: run_name")
@@ -294,14 +272,10 @@ class Config:
 
     run_dir: str = setting(None, "the run's folder; null: runs/<run_name>")
     run_name: str = setting(None, "null: <model>-<data>-<what the command sets>-<hash>")
-    resume: str = setting("auto", "auto: a run in the folder goes on; never: it is refused", choices=("auto", "never"))
+    resume: str = setting("auto", "auto: a run in the folder goes on; never: it is refused", choices="auto|never")
     seed: int = setting(1234, "start values, data order and dropout all derive from it", at_least=0, at_most=2**63 - 1)
-    device: str = setting("auto", "auto: cuda where present, else cpu", choices=("auto", "cpu", "cuda"))
-    precision: str = setting(
-        "auto",
-        "type of parameters and activations; auto: bf16 on CUDA and on CPUs with AMX or AVX-512 bf16, else fp32",
-        choices=("auto", "fp64", "fp32", "bf16", "fp16"),
-    )
+    device: str = setting("auto", "auto: cuda where present, else cpu", choices="auto|cpu|cuda")
+    precision: str = setting("auto", "auto: bf16 where it is fast, else fp32", choices="auto|fp64|fp32|bf16|fp16")
     tokenizer: str = setting("bpe", "bpe (trained on the data), byte, char, or a transformers name or folder")
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -5,6 +5,7 @@ dataclass inside a group adds a word (`model.moe.top_k`). Users know a setting b
 for a field (`checkpoint.async`): only this file knows both words.
 """
 
+import json
 import math
 import operator
 import os
@@ -18,7 +19,6 @@ from typing import Any
 
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem
-from megalite.errors.words import nearest
 
 OPEN = (None, "auto")  # values of settings that are left to be derived
 DERIVED = "derived"  # key of a run's config.yaml: the settings in it that nobody gave
@@ -174,14 +174,9 @@ def leaves(nested: Mapping[Any, Any], prefix: str = "") -> dict[str, Any]:
 
 def yaml_value(value: Any) -> str:
     """The value as YAML and Hydra's command line take it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
         return f"[{','.join(map(yaml_value, value))}]"
-    mantissa, mark, exponent = str(value).partition("e")
-    if not isinstance(value, float) or not mark:
-        return str(value)
-    return f"{mantissa if '.' in mantissa else mantissa + '.0'}e{int(exponent)}"  # YAML 1.1 reads 1e-08 as text
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def bounds(config: Config) -> Iterator[Problem]:
@@ -194,20 +189,19 @@ def bounds(config: Config) -> Iterator[Problem]:
 
 def outside(setting: Setting, value: Any) -> Problem | None:
     """The problem with a value of the right type that the setting does not allow."""
-    listed = isinstance(value, list)
-    parts, limits = value if listed else [value], setting.limits
-    most = limits.get("at_most", LARGEST_IN_LIST if listed else LARGEST)
-    if setting.choices and (unknown := [one for one in parts if one not in setting.choices]):
-        near = nearest(str(unknown[0]), setting.choices, cutoff=0.3)
-        first = f"{'' if listed else f'{setting.name}='}{near} is the nearest; " if near else ""
-        return Problem(setting.name, value, "unknown choice", f"{first}choices: {', '.join(setting.choices)}")
+    parts, limits = value if isinstance(value, list) else [value], setting.limits
+    most = limits.get("at_most", LARGEST_IN_LIST if isinstance(value, list) else LARGEST)
+    if setting.choices and not {*parts} <= {*setting.choices}:
+        return Problem(setting.name, value, "unknown choice", f"choices: {', '.join(setting.choices)}")
     if any(isinstance(one, float) and not math.isfinite(one) for one in parts):
-        return Problem(setting.name, value, "must be finite", setting.as_default)
-    if not all(WITHIN[name](one, limit) for name, limit in limits.items() for one in parts):
-        return Problem(setting.name, value, f"must be {setting.limit_words}", setting.as_default)
-    if any(isinstance(one, int) and one > most for one in parts):
-        return Problem(setting.name, value, f"is more than {most:,}", setting.as_default)
-    return None
+        rule = "must be finite"
+    elif not all(WITHIN[name](one, limit) for name, limit in limits.items() for one in parts):
+        rule = f"must be {setting.limit_words}"
+    elif any(isinstance(one, int) and one > most for one in parts):
+        rule = f"is more than {most:,}"
+    else:
+        return None
+    return Problem(setting.name, value, rule, setting.as_default)
 
 
 def unusable(name: str, value: Any) -> Problem | None:

@@ -16,15 +16,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megalite.config.durable_files import write_atomically
+from megalite.config.files import read_object, write_atomically
 from megalite.config.schema import Config, DataConfig
-from megalite.config.user_files import read_object
 from megalite.data.samples import IntArray, Part, SampleSource, integer_weights
 from megalite.data.token_file import HASH_WHOLE, TokenFile, with_suffix
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UserError, collect_all, refuse
 from megalite.errors.words import several
-from megalite.launch.host import allow_open_files
+from megalite.launch.environment import allow_open_files
 
 RECORD = "token_files.json"  # in a run's folder: size and time of each large token file
 FORMAT = 1  # part of every fingerprint: a change of what preparation produces renews all caches

@@ -10,16 +10,18 @@ PREFIX.json is ours: what is known about the text.
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
-from megalite.config.user_files import as_record, read_object, refusing
+from megalite.config.files import as_record, read_object, refusing
 from megalite.errors.problems import Problem, UserError
 from megalite.errors.words import several
 
@@ -27,10 +29,12 @@ MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # 34 bytes: the arrays behind it are not aligned
 DTYPES: dict[int, str] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}  # 6 and 7 are floats: no ids
 CODES = {np.dtype(name): code for code, name in DTYPES.items()}
+ENTRIES = ("<i4", "<i8", "<i8")  # of the index: lengths, pointers, boundaries
 ROWS, LOOKS = 1 << 14, 256  # entries of the index that are checked at once, and how often when a file is opened
-SCANNED = 1 << 24  # tokens at once
 HASH_WHOLE = 16 << 20  # bytes up to which the identity covers every byte
 HASH_BLOCKS, HASH_BLOCK = 64, 64 << 10
+
+Array = npt.NDArray[Any]
 
 
 def dtype_for(vocab_size: int) -> np.dtype[Any]:
@@ -41,39 +45,6 @@ def dtype_for(vocab_size: int) -> np.dtype[Any]:
 def with_suffix(prefix: Path, suffix: str) -> Path:
     """PREFIX.bin for `.bin` (a prefix may have dots of its own)."""
     return prefix.with_name(prefix.name + suffix)
-
-
-@dataclass(frozen=True)
-class DiskArray:
-    """`count` numbers from byte `offset` of an open file on; a slice of them is read and given as a numpy array.
-
-    Not a memory map: where a page of a map is gone (the file was cut short, its disk or network fails) the system ends
-    the process without a word. A read that comes up short is a refusal that names the file.
-    """
-
-    file: BinaryIO
-    dtype: np.dtype[Any]
-    offset: int
-    count: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.count * self.dtype.itemsize
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, place: int | slice) -> Any:
-        if not isinstance(place, slice):
-            at = range(self.count)[place]
-            return self[at : at + 1][0]
-        start, stop, _ = place.indices(self.count)
-        content = np.empty(max(0, stop - start), self.dtype)
-        with refusing(self.file.name, "restore it from a copy; a run continues from its newest checkpoint"):
-            begin = self.offset + start * self.dtype.itemsize
-            if os.preadv(self.file.fileno(), [content.view(np.uint8).data], begin) < content.nbytes:
-                raise ValueError("was cut short since it was opened")
-        return content
 
 
 @dataclass(frozen=True)
@@ -92,13 +63,14 @@ class Facts:
 
 @dataclass(frozen=True)
 class TokenFile:
-    """One token file. `tokens` [tokens]; `lengths`, `pointers` [sequences]; `boundaries` [documents + 1]."""
+    """One token file, mapped into memory. `tokens` [tokens]; `lengths`, `pointers` [sequences]; `boundaries`
+    [documents + 1]."""
 
     prefix: Path
-    tokens: DiskArray
-    lengths: DiskArray
-    pointers: DiskArray
-    boundaries: DiskArray
+    tokens: Array
+    lengths: Array
+    pointers: Array
+    boundaries: Array
 
     @classmethod
     def open(cls, prefix: Path) -> "TokenFile":
@@ -106,26 +78,20 @@ class TokenFile:
 
         In a large index, some 4 million entries are checked, spread evenly over it.
         """
-        data, index = _opened(with_suffix(prefix, ".bin")), _opened(with_suffix(prefix, ".idx"))
-        size, given = (os.fstat(file.fileno()).st_size for file in (data, index))
-        head = DiskArray(index, np.dtype("u1"), 0, min(HEADER.size, given))[:].tobytes().ljust(HEADER.size, b"\0")
+        data, index = _mapped(with_suffix(prefix, ".bin")), _mapped(with_suffix(prefix, ".idx"))
+        head = index[: HEADER.size].tobytes().ljust(HEADER.size, b"\0")
         magic, version, code, sequences, boundaries = HEADER.unpack(head)
         if magic != MAGIC or version != 1 or code not in DTYPES:
             rule = f"starts with {magic!r}, version {version}, dtype code {code}"
-            raise _damaged(prefix, ".idx", f"{rule}; must be {MAGIC!r}, version 1 and one of {sorted(DTYPES)}")
-        dtype, at = np.dtype(DTYPES[code]), HEADER.size
-        end = at + 12 * sequences + 8 * boundaries
-        if given not in (end, end + sequences):  # with the modes of a multimodal file
-            rule = f"has {given:,} bytes; {sequences:,} sequences and {boundaries:,} boundaries need {end:,}"
-            raise _damaged(prefix, ".idx", rule)
-        file = cls(
-            prefix=prefix,
-            tokens=DiskArray(data, dtype, 0, size // dtype.itemsize),
-            lengths=DiskArray(index, np.dtype("<i4"), at, sequences),
-            pointers=DiskArray(index, np.dtype("<i8"), at + 4 * sequences, sequences),
-            boundaries=DiskArray(index, np.dtype("<i8"), at + 12 * sequences, boundaries),
-        )
-        file.check(size, step=max(ROWS, -(-max(sequences, boundaries) // LOOKS)))
+            raise damaged(prefix, ".idx", f"{rule}; must be {MAGIC!r}, version 1 and one of {sorted(DTYPES)}")
+        ends = [*accumulate((HEADER.size, 4 * sequences, 8 * sequences, 8 * boundaries))]
+        if len(index) not in (ends[-1], ends[-1] + sequences):  # with the modes of a multimodal file
+            rule = f"has {len(index):,} bytes; {sequences:,} sequences and {boundaries:,} boundaries need {ends[-1]:,}"
+            raise damaged(prefix, ".idx", rule)
+        arrays = [index[at:end].view(kind) for (at, end), kind in zip(pairwise(ends), ENTRIES, strict=True)]
+        dtype = np.dtype(DTYPES[code])
+        file = cls(prefix, data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype), *arrays)
+        file.check(len(data), step=max(ROWS, -(-max(sequences, boundaries) // LOOKS)))
         return file
 
     @property
@@ -151,7 +117,7 @@ class TokenFile:
         """Positions in (first, stop) at which another document begins (empty documents do not count)."""
         sequences = self.boundaries[self.document_at(first) + 1 : self.document_at(stop - 1) + 1]
         if np.any(sequences[1:] < sequences[:-1]):  # an entry that was not checked when the file was opened
-            raise _damaged(self.prefix, ".idx", f"a document near token {first:,} ends too early")
+            raise damaged(self.prefix, ".idx", f"a document near token {first:,} ends too early")
         if not len(sequences):
             return []
         starts = self.pointers[int(sequences[0]) : int(sequences[-1]) + 1][sequences - sequences[0]]
@@ -160,7 +126,7 @@ class TokenFile:
     def identity(self) -> str:
         """A hash of the content: all bytes of a small file, 64 blocks spread over a large one."""
         state = xxhash.xxh3_128(f"{self.tokens.dtype.str},{self.tokens.nbytes},{self.documents}".encode())
-        content = replace(self.tokens, dtype=np.dtype("u1"), count=self.tokens.nbytes)
+        content = self.tokens.view(np.uint8)
         for start, length in self._blocks():
             state.update(content[start : start + length].data)
         return state.hexdigest()
@@ -184,27 +150,27 @@ class TokenFile:
             hint = "model.vocab_size of its tokenizer, or prepare it again; megalite prepare --verify scans it all"
             raise UserError(Problem("data.path", str(with_suffix(self.prefix, ".bin")), rule, hint))
 
-    def check(self, size: int, step: int) -> None:
-        """UserError where the ends of the index, or ROWS entries at each `step`-th one, do not fit each other and
-        `size` bytes of data."""
+    def check(self, size: int, step: int = 0) -> None:
+        """UserError where entries of the index do not fit each other and `size` bytes of data: the ends, and all or,
+        with a `step`, ROWS at each step-th entry."""
         count, width = len(self.pointers), self.tokens.dtype.itemsize
         if not count or not size:
-            raise _damaged(self.prefix, ".bin", f"holds no tokens ({size} bytes, {count} sequences)")
+            raise damaged(self.prefix, ".bin", f"holds no tokens ({size} bytes, {count} sequences)")
         end = int(self.pointers[-1]) + int(self.lengths[-1]) * width
         if end != size:
-            raise _damaged(self.prefix, ".bin", f"has {size:,} bytes, {self.prefix.name}.idx describes {end:,}")
+            raise damaged(self.prefix, ".bin", f"has {size:,} bytes, {self.prefix.name}.idx describes {end:,}")
         if not len(self.boundaries) or self.boundaries[0] != 0 or self.boundaries[-1] != count:
             rule = f"document boundaries do not run from 0 to {count:,}, the number of sequences"
-            raise _damaged(self.prefix, ".idx", rule)
-        for first in range(0, max(count, len(self.boundaries)), step):
+            raise damaged(self.prefix, ".idx", rule)
+        for first in range(0, max(count, len(self.boundaries)), step or ROWS):
             boundaries = self.boundaries[first : first + ROWS + 1]
             for at in np.flatnonzero(boundaries[1:] < boundaries[:-1])[:1]:
-                raise _damaged(self.prefix, ".idx", f"document {first + at:,} ends before it starts")
+                raise damaged(self.prefix, ".idx", f"document {first + at:,} ends before it starts")
             lengths = self.lengths[first : first + ROWS].astype(np.int64)
             starts = np.append(self.pointers[first : first + ROWS + 1], size)[: len(lengths) + 1]
             for at in np.flatnonzero((lengths < 0) | (starts[:-1] + lengths * width != starts[1:]))[:1]:
                 rule = f"sequence {first + at:,} starts at byte {starts[at]:,} with {lengths[at]:,} tokens"
-                raise _damaged(self.prefix, ".idx", f"{rule}, the next at {starts[at + 1]:,}")
+                raise damaged(self.prefix, ".idx", f"{rule}, the next at {starts[at + 1]:,}")
 
     def _blocks(self) -> Iterator[tuple[int, int]]:
         """First byte and number of bytes of the parts that stand for the content."""
@@ -215,44 +181,23 @@ class TokenFile:
             yield from (((size - HASH_BLOCK) * block // (HASH_BLOCKS - 1), HASH_BLOCK) for block in range(HASH_BLOCKS))
 
 
-def verify(prefix: Path, vocab_size: int | None, progress: Callable[..., None] | None = None) -> TokenFile:
-    """The file, if every index entry and every token id of it is sound; else UserError naming the first broken sequence
-    or document. Without `vocab_size`, that of PREFIX.json holds. `progress`: see open.py."""
-    file = TokenFile.open(prefix)
-    size = vocab_size if vocab_size is not None else file.facts.vocab_size
-    if size is None:
-        rule = "the vocabulary size is neither given nor in a file of ours"
-        raise UserError(Problem("model.vocab_size", None, rule, "model.vocab_size=N"))
-    file.check(file.tokens.nbytes, step=ROWS)
-    total, width, state = len(file.tokens), file.tokens.dtype.itemsize, xxhash.xxh3_128()
-    for start in range(0, total, SCANNED):
-        stop = min(start + SCANNED, total)
-        state.update(file.tokens[start:stop].data)
-        file.check_range(start, stop, size)
-        if progress:
-            progress(stop * width, total * width, file.document_at(stop - 1) + 1, stop)
-    if file.facts.xxh3_128 not in (None, state.hexdigest()):
-        raise _damaged(prefix, ".bin", f"its content is not what was prepared (by its hash in {prefix.name}.json)")
-    return file
-
-
 def read_facts(prefix: Path) -> Facts:
     """The facts in PREFIX.json; none without the file."""
     path, hint = with_suffix(prefix, ".json"), "delete it, or prepare the data again"
     return as_record(Facts, read_object(path, hint), path, hint) if os.path.lexists(path) else Facts()
 
 
-def _opened(path: Path) -> BinaryIO:
-    """A regular file, open for reading; a pipe is not waited for."""
+def _mapped(path: Path) -> Array:
+    """The bytes of a regular file; a pipe is not waited for."""
     if not os.path.lexists(path):
         hint = "give the path of a token file without .bin; both .bin and .idx are needed"
         raise UserError(Problem("data.path", str(path), "is missing", hint))
     with refusing(path, "check its permissions"):
         if not path.is_file():
             raise ValueError("is not a regular file")
-        return path.open("rb", buffering=0)
+        return np.asarray(np.memmap(path, np.uint8, "r") if path.stat().st_size else [], np.uint8)
 
 
-def _damaged(prefix: Path, suffix: str, rule: str) -> UserError:
+def damaged(prefix: Path, suffix: str, rule: str) -> UserError:
     hint = "copy it again, or delete it and prepare the data again"
     return UserError(Problem("data.path", str(with_suffix(prefix, suffix)), rule, hint))

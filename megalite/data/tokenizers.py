@@ -3,18 +3,14 @@
 The end-of-document token ends every document and never arises from its text, and no other special token does:
 `<|endoftext|>` spelled out in a text is text, and a text for which a tokenizer has no other ids is refused.
 
-`byte` and `char` are such models, too; because they are plain tables, an array look-up gives the same ids, in a 14th
-and a 60th of the time.
-
-For folders, AutoTokenizer is the specification. It reads all files: tokenizer.json and the tokens that other files add,
-or older files (vocab.json and merges.txt, SentencePiece). A folder that `TextTokenizer.save` has written says the same
-by tokenizer.json alone, and is read without transformers. No code from a folder is run.
+For folders, AutoTokenizer is the specification. A folder that `TextTokenizer.save` has written says the same by
+tokenizer.json alone, and is read without transformers. No code from a folder is run.
 """
 
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import count
 from pathlib import Path
@@ -23,11 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from megalite.config.durable_files import write_atomically
-from megalite.config.user_files import read_object, read_text, refusing
-from megalite.data.cuts import Cut, at_line_end, nowhere, where_encodings_agree
+from megalite.config.files import read_object, read_text, refusing, write_atomically
 from megalite.data.samples import IntArray
 from megalite.errors.problems import Problem, UserError
 
@@ -39,8 +33,6 @@ BYTE = re.compile("<0x[0-9A-F]{2}>")  # SentencePiece's token for a byte that no
 AGAIN = "copy the tokenizer again, or give a folder with tokenizer.json that AutoTokenizer.from_pretrained loads"
 SPECIAL, SETTINGS, ADDED = "special_tokens_map.json", "tokenizer_config.json", "added_tokens.json"
 MODEL = ("generation_config.json", "config.json")
-LONG = 8192  # characters: the trainer's time grows with the square of a word's length
-ALIKE = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")  # a part of one word: letters, digits, blanks or signs alone
 
 
 class TextTokenizer:
@@ -57,19 +49,17 @@ class TextTokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self._names = {number: text for text, number in vocabulary.items()}  # the library tells normalized ones
         self.vocab_size: int = max(self._names) + 1
-        self._spec: dict[str, Any] = json.loads(backend.to_str())
+        self.spec: dict[str, Any] = json.loads(backend.to_str())
         table = _symbol_table(backend)
-        self._table = None if table is None or self.end_of_document in range(len(table) or 256) else table
-        model = self._spec["model"]
+        self.table = None if table is None or self.end_of_document in range(len(table) or 256) else table
+        model = self.spec["model"]
         unknown = model.get("unk_id", vocabulary.get(model.get("unk_token")))
-        special = {token["content"] for token in self._spec["added_tokens"] if token["special"]}
+        special = {token["content"] for token in self.spec["added_tokens"] if token["special"]}
         special |= {text for text in map(token_text, map(settings.get, SPECIAL_SETTINGS)) if isinstance(text, str)}
         ids = {vocabulary[text] for text in special & vocabulary.keys() if len(text) > 1}  # some pad with `!`
-        self._refused = np.zeros(self.vocab_size, dtype=bool)  # ids that no text may give
-        self._refused[[*(ids - {unknown})]] = True
-        if self.end_of_document is not None:
-            self._refused[self.end_of_document] = True
-        of_bytes = any(self._mentions("ByteLevel", part) for part in ("normalizer", "pre_tokenizer"))
+        refused = [*(ids - {unknown}), *([] if self.end_of_document is None else [self.end_of_document])]
+        self._refused = np.isin(np.arange(self.vocab_size), refused)  # ids that no text may give
+        of_bytes = any(self.mentions("ByteLevel", part) for part in ("normalizer", "pre_tokenizer"))
         affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
         complete = of_bytes and not affixes and vocabulary.keys() >= set(byte_letters())
         if model["type"] == "BPE" and model["unk_token"] is None and not complete:
@@ -78,17 +68,12 @@ class TextTokenizer:
     @cached_property
     def identity(self) -> str:
         """A hash of everything, by which token files remember their tokenizer."""
-        return xxhash.xxh3_128_hexdigest(json.dumps([self._spec, self.end_of_document], sort_keys=True).encode())
-
-    @property
-    def _byte_level(self) -> bool:
-        """Whether its tokens are written in `byte_letters`."""
-        return any(self._mentions("ByteLevel", part) for part in ("normalizer", "pre_tokenizer", "decoder"))
+        return xxhash.xxh3_128_hexdigest(json.dumps([self.spec, self.end_of_document], sort_keys=True).encode())
 
     @property
     def name(self) -> str:
-        """The setting of `tokenizer` for those made here, else the kind of the model; and the number of tokens."""
-        kind = self._spec["model"]["type"] if self._table is None else "char" if len(self._table) else "byte"
+        """The setting of `tokenizer` for byte and char, else the kind of the model; and the number of tokens."""
+        kind = self.spec["model"]["type"] if self.table is None else "char" if len(self.table) else "byte"
         return f"{kind} tokenizer with {self.vocab_size:,} tokens"
 
     def encode(self, text: str) -> list[int]:
@@ -96,67 +81,38 @@ class TextTokenizer:
         ids: list[int] = self.encode_many([text])[0].tolist()
         return ids
 
-    def encode_many(self, texts: Sequence[str], before: Sequence[str] = ()) -> list[IntArray]:
-        """The ids of each text, nothing added; several texts on several threads.
-
-        `before`: for each text the end of what stands before it in its document. UserError for what the tokenizer
-        cannot encode.
-        """
-        if self._table is not None:
-            return [self._look_up(self._table, text) for text in texts]
-        if not any(before):
-            return self._encoded(texts)
-        whole = self._encoded([*map("".join, zip(before, texts, strict=True)), *before])
-        parts = []
-        for ids, head in zip(whole[: len(texts)], whole[len(texts) :], strict=True):
-            if not np.array_equal(ids[: len(head)], head):
-                raise self._refusal("encodes a part of a long document otherwise than the whole")
-            parts.append(ids[len(head) :])
-        return parts
-
-    def _encoded(self, texts: Sequence[str]) -> list[IntArray]:
+    def encode_many(self, texts: Sequence[str]) -> list[IntArray]:
+        """The ids of each text, nothing added; several texts on several threads. UserError for what the tokenizer
+        cannot encode."""
+        if self.table is not None:
+            return [self._look_up(self.table, text) for text in texts]
         try:
             encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception: a symbol that it has no token for
-            raise self._refusal(f"cannot encode the text ({error})") from error
+            raise self.refusal(f"cannot encode the text ({error})") from error
         found = [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
         for ids in found:
             for token in ids[self._refused[ids]][:1]:
-                raise self._refusal(f"has only the special token {self._names[int(token)]!r} for a part of the text")
+                raise self.refusal(f"has only the special token {self._names[int(token)]!r} for a part of the text")
         return found
 
     def _look_up(self, table: npt.NDArray[np.uint32], text: str) -> IntArray:
-        """The ids that the model of `table` gives for `text`."""
+        """The ids that the model of `table` gives for `text`: 14 times as fast for byte, 60 times for char."""
         if not len(table):
             return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
         points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
         ids = np.searchsorted(table, points)
         for at in np.flatnonzero(table[np.minimum(ids, len(table) - 1)] != points)[:1]:
-            raise self._refusal(f"has no token for {text[at]!r} (character {at:,})")
+            raise self.refusal(f"has no token for {text[at]!r} (character {at:,})")
         return ids.astype(np.int64)
 
-    def _refusal(self, rule: str) -> UserError:
+    def refusal(self, rule: str) -> UserError:
+        """The refusal of a text."""
         return UserError(Problem("tokenizer", self.name, rule, "tokenizer=byte, bpe, or one for this text"))
 
-    def _mentions(self, kind: str, part: str) -> bool:
+    def mentions(self, kind: str, part: str) -> bool:
         """Whether a part of the tokenizer (its pre-tokenizer, say) is or holds a step of this kind."""
-        return f'"{kind}"' in json.dumps(self._spec[part])
-
-    @property
-    def cut(self) -> Cut:
-        """Where a long document can be cut: in two texts that have the ids of the whole, the end of the first being
-        what stands `before` the second."""
-        words = self._spec["pre_tokenizer"] or {"type": None}
-        plain = words["type"] == "ByteLevel" and words["use_regex"] and not words["add_prefix_space"]
-        added = all(token["special"] for token in self._spec["added_tokens"])
-        if self._table is not None or (plain and added and self._spec["normalizer"] is None):
-            return at_line_end
-        # A Unigram model adds up scores over all of a word: ties in a long one are decided by rounding.
-        scored = self._spec["model"]["type"] == "Unigram"
-        if scored and (words["type"] is None or len(self.backend.pre_tokenizer.pre_tokenize_str("a b")) < 2):
-            return nowhere
-        far = any(self._mentions(kind, "pre_tokenizer") for kind in ("Split", "FixedLength"))
-        return where_encodings_agree(self._encoded, self.backend.pre_tokenizer.pre_tokenize_str if far else None)
+        return f'"{kind}"' in json.dumps(self.spec[part])
 
     def decode(self, tokens: Iterable[int], skip_special_tokens: bool = False) -> str:
         """The text of `tokens`; bytes that are no UTF-8 (a character cut in two) become U+FFFD."""
@@ -169,7 +125,7 @@ class TextTokenizer:
         inside a sentence: what a normalizer drops does not count, and SentencePiece's space before a document does.
         """
         vocabulary = self.backend.get_vocab(with_added_tokens=False)
-        if self._byte_level:
+        if any(self.mentions("ByteLevel", part) for part in ("normalizer", "pre_tokenizer", "decoder")):
             letters = set(byte_letters())
             found = {i: len(text if letters.issuperset(text) else text.encode()) for text, i in vocabulary.items()}
         else:  # decoded between two other tokens, as the first and the last of a text may lose a space
@@ -178,7 +134,7 @@ class TextTokenizer:
             texts = self.backend.decode_batch([[other, other], *([other, token, other] for token in tokens)])
             without, *sizes = (len(text.encode()) for text in texts)
             found = {token: max(0, size - without) for token, size in zip(tokens, sizes, strict=True)}
-            if self._mentions("ByteFallback", "decoder"):
+            if self.mentions("ByteFallback", "decoder"):
                 found |= {token: 1 for text, token in vocabulary.items() if BYTE.fullmatch(text)}
         for token, added in self.backend.get_added_tokens_decoder().items():
             found[token] = 0 if added.special else len(added.content.encode())
@@ -194,7 +150,7 @@ class TextTokenizer:
 
         A text begins there, where something must stand before it, with the end of the document before.
         """
-        spec = json.dumps(self._spec, indent=1, ensure_ascii=False) + "\n"
+        spec = json.dumps(self.spec, indent=1, ensure_ascii=False) + "\n"
         settings = {"clean_up_tokenization_spaces": False} | self.settings
         # The class of both versions; the one that 5 writes by itself, 4.57 does not know.
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
@@ -227,45 +183,6 @@ def byte_letters() -> list[str]:
     """The visible letter that byte-level BPE writes for each byte (GPT-2's table): itself, or one from 256 on."""
     alphabet, hidden = set(pre_tokenizers.ByteLevel.alphabet()), count(256)
     return [chr(byte) if chr(byte) in alphabet else chr(next(hidden)) for byte in range(256)]
-
-
-def byte_tokenizer() -> TextTokenizer:
-    """One id per byte of UTF-8, and the end of document: 257 tokens."""
-    return TextTokenizer(_byte_backend(), {"eos_token": END})
-
-
-def char_tokenizer(texts: Iterable[str]) -> TextTokenizer:
-    """One id per symbol of the texts, in the symbols' order, and nothing else."""
-    symbols: set[str] = set()
-    for text in texts:
-        symbols.update(text)
-    if not symbols:
-        rule, hint = "there is no symbol in the text: all documents are empty", "give text; check data.text_column"
-        raise UserError(Problem("tokenizer", "char", rule, hint))
-    return TextTokenizer(_char_backend(sorted(symbols)), {})
-
-
-def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
-    """Byte-level BPE (GPT-2's) trained on `texts`; `vocab_size` counts the 256 bytes and the end of document."""
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator((part for text in texts for part in short_words(text)), trainer)
-    return TextTokenizer(backend, {"eos_token": END})
-
-
-def short_words(text: str) -> Iterator[str]:
-    """The text in parts without a word of more than twice LONG characters."""
-    start = 0
-    for at in range(0, len(text), LONG):
-        if ALIKE.fullmatch(text, at, at + LONG):
-            yield text[start:at]
-            start = at
-    yield text[start:]
 
 
 def load_tokenizer(folder: Path) -> TextTokenizer:
@@ -334,7 +251,7 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), "")
 
 
-def _byte_backend() -> Tokenizer:
+def byte_backend() -> Tokenizer:
     backend = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(byte_letters())}, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
@@ -342,7 +259,7 @@ def _byte_backend() -> Tokenizer:
     return backend
 
 
-def _char_backend(symbols: Sequence[str]) -> Tokenizer:
+def char_backend(symbols: Sequence[str]) -> Tokenizer:
     vocabulary = {symbol: number for number, symbol in enumerate(symbols)}
     backend = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<|unknown|>"))  # no member: unknown is an error
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -352,8 +269,8 @@ def _char_backend(symbols: Sequence[str]) -> Tokenizer:
 
 def _symbol_table(backend: Tokenizer) -> npt.NDArray[np.uint32] | None:
     """Code points [vocab] in the order of their ids, if the tokenizer is `char`; an empty table for `byte`; or None."""
-    if backend.to_str() == _byte_backend().to_str():
+    if backend.to_str() == byte_backend().to_str():
         return np.array([], dtype=np.uint32)
     symbols = sorted(backend.get_vocab())
-    is_char = all(len(it) == 1 for it in symbols) and backend.to_str() == _char_backend(symbols).to_str()
+    is_char = all(len(it) == 1 for it in symbols) and backend.to_str() == char_backend(symbols).to_str()
     return np.array([*map(ord, symbols)], dtype=np.uint32) if is_char else None

@@ -19,15 +19,14 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megalite.config.durable_files import draft_of, sync_folder
+from megalite.config.files import draft_of, refusing, sync_folder
 from megalite.config.model_folder import settings_of
 from megalite.config.schema import ModelConfig
 from megalite.config.settings import yaml_value
-from megalite.config.user_files import refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.hf.families import FAMILIES
 from megalite.hf.families.family import Family
-from megalite.hf.import_model import Form, sources
+from megalite.hf.import_model import Source, sources
 from megalite.hf.saved_model import SavedModel
 from megalite.launch.device import DTYPES
 from megalite.model.flops import active_parameters, parameter_count
@@ -76,7 +75,7 @@ def export_model(
     require_new(folder)
     family = family_of(config)
     by_parameter = sources(family, config)
-    shapes = {name: shape for source in by_parameter.values() for name, shape in source.tensors.items()}
+    shapes = {name: shape for source in by_parameter.values() for name, shape in source.shapes.items()}
     empty = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
     try:
         plan = split_torch_state_dict_into_shards(empty, max_shard_size=max_shard_size)
@@ -122,7 +121,7 @@ def _described(config: ModelConfig, family: Family, context_length: int) -> dict
 
 
 def _tensors(
-    values: Iterable[tuple[str, Tensor]], by_parameter: Mapping[str, Form], dtype: torch.dtype
+    values: Iterable[tuple[str, Tensor]], by_parameter: Mapping[str, Source], dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
     """(name in the file, its tensor) of each value; UserError at the first that is not finite.
 
@@ -132,7 +131,7 @@ def _tensors(
     for expected, source in by_parameter.items():
         name, value = next(each)
         assert name == expected, (name, expected)
-        for part, tensor in zip(source.tensors, source.split(value), strict=True):
+        for part, tensor in source.split(value).items():
             # A copy even where nothing changes: safetensors takes only contiguous tensors that share no memory.
             written = torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
             if not torch.isfinite(written).all():

@@ -6,17 +6,18 @@ MLP is every expert, and there are no routers (arXiv 2212.05055).
 """
 
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import replace
+from functools import partial, reduce
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megalite.config.files import read_object
 from megalite.config.model_folder import (
     SETTING,
     folder_problem,
@@ -26,11 +27,10 @@ from megalite.config.model_folder import (
 )
 from megalite.config.schema import ModelConfig
 from megalite.config.settings import yaml_value
-from megalite.config.user_files import read_object
 from megalite.errors.problems import Problem, UserError, refuse
 from megalite.hf.families import FAMILIES
 from megalite.hf.families.family import Family, differences
-from megalite.model.parameters import gpt_parameters, padded_vocabulary
+from megalite.model.parameters import gpt_parameters
 
 HEAD = "lm_head.weight"
 FLOATING = ("F64", "F32", "F16", "BF16")
@@ -40,19 +40,31 @@ MOST_NAMED = 20  # tensors that do not fit
 Stored = dict[str, tuple[Any, str]]  # by name in `sources`: the open file, and the tensor's name there
 
 
-class Form(NamedTuple):
-    """How tensors of the file become a parameter, and the other way: inverse to each other to the bit. `split` gives
-    views where it can. `tensors` are those of one parameter, by name with their shapes."""
+class Source(NamedTuple):
+    """The tensors of a file that a logical parameter consists of. In a dense file, several experts are one tensor."""
 
-    join: Callable[..., Tensor]
-    split: Callable[[Tensor], tuple[Tensor, ...]]
-    tensors: Mapping[str, tuple[int, ...]] = {}
+    shape: tuple[int, ...]
+    names: Sequence[str]
+    parts: Callable[[Tensor], Sequence[Tensor]]  # views of the parameter, one for each name
+    dims: int  # of a tensor in the file: 2, or 1 of norms and biases
+    turned: bool  # the file has [in, out]
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(part.shape) for name, part in self.split(torch.empty(self.shape, device="meta")).items()}
 
-SAME = Form(lambda tensor: tensor, lambda value: (value,))
-TRANSPOSED = Form(torch.t, lambda value: (value.t(),))  # GPT-2's Conv1D keeps weights as [in, out]
-STACKED = Form(lambda *parts: torch.stack(parts), torch.unbind)  # two of [ffn, ...] <-> [2, ffn, ...]
-PAIRS = Form(lambda *parts: torch.stack(parts).unflatten(0, (-1, 2)), lambda value: value.flatten(0, 1).unbind())
+    def split(self, value: Tensor) -> dict[str, Tensor]:
+        """The tensors of the file, by name; views where that is possible."""
+        parts = [part.flatten(0, part.dim() - self.dims) for part in self.parts(value)]
+        return {name: part.t() if self.turned else part for name, part in zip(self.names, parts, strict=True)}
+
+    def join(self, read: Callable[[str], Tensor]) -> Tensor:
+        """The inverse of `split`, to the bit."""
+        tensors = {name: read(name) for name in dict.fromkeys(self.names)}
+        value = torch.zeros(self.shape, dtype=reduce(torch.promote_types, (each.dtype for each in tensors.values())))
+        for name, part in zip(self.names, self.parts(value), strict=True):
+            part.copy_((tensors[name].t() if self.turned else tensors[name]).reshape(part.shape))
+        return value
 
 
 def import_model(
@@ -79,67 +91,47 @@ def import_model(
     stored, wanted = _stored_tensors(folder, family.prefix), sources(family, config)
     refuse([*_misfits(folder, stored, wanted, ignored={HEAD} if config.tie_embeddings else set())][:MOST_NAMED])
     if config.tie_embeddings and HEAD in stored:  # transformers uses it, whatever config.json says
-        [own, head] = (_tensor(folder, stored, name) for name in [*wanted["embedding.word.weight"].tensors, HEAD])
+        own, head = (_tensor(folder, stored, name) for name in (*wanted["embedding.word.weight"].names, HEAD))
         if not torch.equal(own, head):
             rule = f"tie_word_embeddings=true, and {HEAD} is another matrix than the embedding"
             raise UserError(Problem(SETTING, str(folder), rule, "tie_word_embeddings=false in its config.json"))
     return (
-        (name, source.join(*(_tensor(folder, stored, part) for part in source.tensors)))
+        (name, source.join(partial(_tensor, folder, stored)))
         for name, source in wanted.items()
         if names is None or name in names
     )
 
 
-def sources(family: Family, config: ModelConfig) -> dict[str, Form]:
-    """The tensors and forms by logical name, in the order of `gpt_parameters`. `config` is resolved (no None left)."""
-    forms, found = _forms(family, config), {}
+def sources(family: Family, config: ModelConfig) -> dict[str, Source]:
+    """The sources by logical name, in the order of `gpt_parameters`. `config` is resolved (no None left)."""
+    found = dict[str, Source]()
     for record in gpt_parameters(config):
         layer = "".join(re.findall(r"\.(\d+)\.", record.name))
         module, _, kind = re.sub(r"\.\d+\.", ".N.", record.name).rpartition(".")
         modules = family.modules.get(module, ())
         if record.precision == "master" and not modules:
             continue  # a router, of a dense file
-        form = forms.get(f"{module}.{kind}", SAME)
         names = [
             f"{family.prefix}{name.replace('N', layer).replace('E', str(expert))}.{kind}"
-            for expert in range(config.moe.num_experts if any("E" in name for name in modules) else 1)
+            for expert in range(config.moe.num_experts if ".experts." in module else 1)
             for name in modules
         ] or [HEAD]
-        parts = form.split(torch.empty(record.shape, device="meta"))
-        shapes = {name: tuple(part.shape) for name, part in zip(names, parts, strict=True)}
-        found[record.name] = form._replace(tensors=shapes)
+        dims = 1 if kind == "bias" or module.endswith("norm") else 2
+        turned = family.conv1d and dims == 2 and module.startswith("blocks.")
+        found[record.name] = Source(record.shape, names, partial(_parts, family, config, module), dims, turned)
     return found
 
 
-def _forms(family: Family, config: ModelConfig) -> dict[str, Form]:
-    """The forms of all parameters that are not the same in the file."""
-    heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_size
-    rows, experts, qkv, block = config.vocab_size, config.moe.num_experts, "blocks.N.attention.qkv", "blocks.N"
-    padding = padded_vocabulary(config) - rows
-    # Tables in the file end with the vocabulary; the rows that round ours up are zero.
-    vocabulary = Form(lambda table: F.pad(table, (0, 0, 0, padding)), lambda value: (value[:rows],))
-    forms = {"embedding.word.weight": vocabulary, "head.weight": vocabulary}
-    if family.conv1d:
-        by_head = Form(  # all queries, all keys, all values: [3 * heads * d, ...] <-> [heads, 3, d, ...]
-            lambda fused: fused.unflatten(0, (3, heads, d)).transpose(0, 1),
-            lambda value: (value.transpose(0, 1).flatten(0, 2),),
-        )
-        forms |= {f"{block}.{name}.weight": TRANSPOSED for name in ("attention.out", "mlp.up", "mlp.down")}
-        weight = Form(lambda fused: by_head.join(fused.t()), lambda value: (by_head.split(value)[0].t(),))
-        return forms | {f"{qkv}.weight": weight, f"{qkv}.bias": by_head}
-    grouped = Form(  # queries [heads * d, ...], keys and values [groups * d, ...] <-> [groups, heads of it + 2, d, ...]
-        lambda *parts: torch.cat([part.unflatten(0, (groups, -1, d)) for part in parts], dim=1),
-        lambda value: tuple(part.flatten(0, 2) for part in value.split((value.shape[1] - 2, 1, 1), dim=1)),
-    )
-    for kind in ("weight", "bias"):
-        forms |= {f"{qkv}.{kind}": grouped, f"{block}.mlp.gate_up.{kind}": STACKED}
-    down, gate_up = STACKED, PAIRS  # one, or two, of each expert, one expert after the other
-    if not family.has_experts:  # one [h, ffn] for each expert, or two of [ffn, h] -> [experts, 2, ffn, h]
-        down = Form(lambda part: part.expand(experts, *part.shape), lambda value: (value[0],))
-        gate_up = Form(
-            lambda *parts: torch.stack(parts).expand(experts, 2, *parts[0].shape), lambda value: value[0].unbind()
-        )
-    return forms | {f"{block}.moe.experts.down.weight": down, f"{block}.moe.experts.gate_up.weight": gate_up}
+def _parts(family: Family, config: ModelConfig, module: str, value: Tensor) -> Sequence[Tensor]:
+    """The parts of a parameter that are tensors of the file, as views."""
+    if module in ("embedding.word", "head"):
+        return [value[: config.vocab_size]]  # the rows that round ours up are zero
+    if module.endswith(".qkv"):  # [groups, queries + 2, size, ...]
+        each = value.split((value.shape[1] - 2, 1, 1), dim=1)
+        return [value.transpose(0, 1)] if family.conv1d else each  # all queries, all keys, all values
+    if module.endswith(("gate_up", "experts.down")):  # [2, ffn, ...], [experts, 2, ffn, h], [experts, h, ffn]
+        return value.flatten(0, max(0, value.dim() - 3)).unbind()
+    return [value]
 
 
 def _stored_tensors(folder: Path, prefix: str) -> Stored:
@@ -166,9 +158,9 @@ def _stored_tensors(folder: Path, prefix: str) -> Stored:
     return stored
 
 
-def _misfits(folder: Path, stored: Stored, wanted: dict[str, Form], ignored: set[str]) -> Iterator[Problem]:
+def _misfits(folder: Path, stored: Stored, wanted: dict[str, Source], ignored: set[str]) -> Iterator[Problem]:
     """Every tensor that is missing, unexpected, or of another shape or kind."""
-    shapes = {name: shape for source in wanted.values() for name, shape in source.tensors.items()}
+    shapes = {name: shape for source in wanted.values() for name, shape in source.shapes.items()}
     for name, shape in shapes.items():
         header = stored[name][0].get_slice(stored[name][1]) if name in stored else None
         if header is None or tuple(header.get_shape()) != shape or header.get_dtype() not in FLOATING:

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.config.compose import load_part, names_of
+from megalite.config.files import read_object, refusing
 from megalite.config.schema import Config
-from megalite.config.user_files import read_object, refusing
 from megalite.data.batch import Batch, unscored
 from megalite.data.batches import read_batch, validation_batches
 from megalite.data.open import OpenedData, open_data

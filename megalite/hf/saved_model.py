@@ -12,15 +12,14 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.commit import CHECKPOINTS
-from megalite.checkpoint.pieces import Piece
+from megalite.checkpoint.manifest import Piece
 from megalite.checkpoint.reading import Found, newest
 from megalite.checkpoint.run_folder import TOKENIZER, check_tokenizer
 from megalite.config.derive import derive_model
-from megalite.config.durable_files import RUN
+from megalite.config.files import RUN, read_object
 from megalite.config.model_folder import holds_tokenizer, imported_model, read_model_file
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, leaves, with_values
-from megalite.config.user_files import read_object
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UserError, to_stderr
 from megalite.hf.import_model import import_model

@@ -3,12 +3,14 @@
 There is no global. A layer, an optimizer or a checkpoint is given the group it works on, `context.group("tp")`, by the
 names of layout/groups.py. A group of one rank is None: nothing is sent. (torch takes None for the whole world, so ask
 before the call.) Problems, flags and JSON go over `control_group`, a gloo group of the whole world even on GPUs: they
-never queue behind the accelerator. Nothing is pickled.
+never queue behind the accelerator. Where no group is made yet, or one may hang, ranks leave words in the `store`, where
+they have met (`answers`). Nothing is pickled.
 """
 
 import faulthandler
 import json
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
@@ -28,11 +30,12 @@ CPU = torch.device("cpu")
 # Public since torch 2.14, where the name before warns.
 set_group_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else distributed_c10d._set_pg_timeout
 ABORT_S = 20.0
+LONGEST_PAUSE_S = 0.5  # between two questions to the store
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """One rank of a layout. Made by `startup.start`; the defaults are a single process on the CPU."""
+    """One rank of a layout. Made by `startup.join`; the defaults are a single process on the CPU."""
 
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     rank: int = 0
@@ -71,40 +74,38 @@ class ParallelContext:
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's `value` on every rank, carried as JSON. The others' argument is not looked at."""
-        payload = json.dumps(value).encode() if self.rank == 0 else b""
-        if self.control_group is not None:
-            size = torch.tensor(len(payload))
-            dist.broadcast(size, src=0, group=self.control_group)
-            carrier = torch.frombuffer(bytearray(payload.ljust(int(size))), dtype=torch.uint8)
-            dist.broadcast(carrier, src=0, group=self.control_group)
-            payload = carrier.numpy().tobytes()
-        return json.loads(payload)
+        if self.control_group is None:
+            return json.loads(json.dumps(value))
+        carrier = self._padded(json.dumps(value) if self.rank == 0 else "")
+        dist.broadcast(carrier, src=0, group=self.control_group)
+        return json.loads(carrier.numpy().tobytes())
 
     def gather_json(self, value: list[Any], *, to_first: bool = False) -> list[list[Any]]:
         """Every rank's list, by rank; `to_first`: none on other ranks than 0, which long lists would burden. Costs one
         small all-reduce where all lists are empty, the usual case."""
         if self.control_group is None:
             return [value]
-        payload = json.dumps(value).encode() if value else b""
-        longest = torch.tensor(len(payload))
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.control_group)
-        if not int(longest):
+        padded = self._padded(json.dumps(value))
+        if len(padded) == len("[]"):
             return [[] for _ in range(self.world_size)]
-        # Blanks follow, which JSON does not mind; a receiver has only these.
-        padded = torch.frombuffer(bytearray(payload.ljust(int(longest))), dtype=torch.uint8)
         gathered = [torch.empty_like(padded) for _ in range(self.world_size if self.rank == 0 or not to_first else 0)]
         if to_first:
             dist.gather(padded, gathered or None, dst=0, group=self.control_group)
         else:
             dist.all_gather(gathered, padded, group=self.control_group)
-        return [json.loads(of_rank.numpy().tobytes().strip() or b"[]") for of_rank in gathered]
+        return [json.loads(of_rank.numpy().tobytes()) for of_rank in gathered]
+
+    def _padded(self, text: str) -> torch.Tensor:
+        """The JSON text, with blanks up to the length of the longest of all ranks."""
+        longest = torch.tensor(len(text))
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.control_group)
+        return torch.frombuffer(bytearray(text.ljust(int(longest)), "ascii"), dtype=torch.uint8)
 
     def barrier(self, *, patient: bool = False) -> None:
         """Return once all ranks have called it. `patient`: a rank may come later than parallel.timeout_s."""
         if self.control_group is not None:
             options = dist.BarrierOptions()
-            if patient:
-                options.timeout = timedelta(days=365)
+            options.timeout = timedelta(days=365) if patient else options.timeout
             self.control_group.barrier(options).wait()
 
     def set_timeout(self, seconds: float) -> None:
@@ -116,10 +117,9 @@ class ParallelContext:
     def close(self, *, failed: bool = False) -> None:
         """Leave all groups; calling it again does nothing.
 
-        A rank that `failed` waits for no partner: what NCCL still has under way is aborted, not finished. All
-        communicators in one group of NCCL: one after the other, an abort here can wait for that of another communicator
-        on another rank (pytorch#119797). Where even that hangs, with Python's lock held or not, a thread of C ends the
-        process after ABORT_S.
+        A rank that `failed` waits for no partner: NCCL's work is aborted, all communicators in one group of NCCL, since
+        aborts one by one can wait for each other (pytorch#119797). Where even that hangs, with Python's lock held or
+        not, a thread of C ends the process after ABORT_S.
         """
         if self.control_group is None or not dist.is_initialized():
             return
@@ -140,25 +140,20 @@ class StorageFailure(Exception):  # noqa: N818  # its callers turn it into an er
 
 
 def all_ranks_or_raise(context: ParallelContext, action: Callable[[], T], *, patient: bool = False) -> T:
-    """The result of `action` on this rank, or an error on all ranks if any rank's failed, once all have finished it.
-
-    Refusals become one UserError with the problems of all ranks, and OSErrors become one StorageFailure. Anything else
-    is a bug: it keeps its type, and is a RuntimeError on the other ranks. `patient`: the action may take one rank
-    longer than parallel.timeout_s.
+    """The result of `action` on this rank, or an error on all ranks if any rank's failed, once all have finished it:
+    one UserError with the problems of all ranks, or one StorageFailure for OSErrors. Anything else is a bug: it keeps
+    its type, and is a RuntimeError on the other ranks. `patient`: the action may take longer than parallel.timeout_s.
     """
-    result, failure = None, None
+    result, words = None, list[Any]()
+    failure: Exception | None = None
     try:
         result = action()
+    except UserError as error:
+        failure, words = error, ["input", [problem.as_json() for problem in error.problems]]
     except Exception as error:
-        failure = error
+        failure, words = error, ["storage" if isinstance(error, OSError) else "bug", f"{type(error).__name__}: {error}"]
     if patient:
         context.barrier(patient=True)
-    words: list[Any] = [] if failure is None else ["bug", f"{type(failure).__name__}: {failure}"]
-    if isinstance(failure, UserError):
-        words = ["input", [problem.as_json() for problem in failure.problems]]
-    elif isinstance(failure, OSError):
-        place = f" ({failure.filename})" if failure.filename else ""
-        words = ["storage", f"{failure.strerror}{place}" if failure.strerror else words[1]]
     failed = [(rank, *entry) for rank, entry in enumerate(context.gather_json(words)) if entry]
     if not failed:
         return result  # type: ignore[return-value]  # no rank's action has failed
@@ -173,3 +168,26 @@ def rank0_broadcast(context: ParallelContext, action: Callable[[], Any], *, pati
     """The JSON value that `action` returns on rank 0, which alone performs it, or the same failure on every rank."""
     value = all_ranks_or_raise(context, lambda: action() if context.rank == 0 else None, patient=patient)
     return context.broadcast_object(value)
+
+
+def pauses(limit_s: float) -> Iterator[None]:
+    """Moments to ask the store for news, until the time is over: many at first, then fewer, since all ranks ask."""
+    deadline, pause_s = time.monotonic() + limit_s, 0.005
+    yield
+    while time.monotonic() < deadline:
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, LONGEST_PAUSE_S)
+        yield
+
+
+def answers(
+    store: Store, ranks: Sequence[int], within_s: float, over: Callable[[], bool] = lambda: False
+) -> dict[int, Any]:
+    """The JSON that `ranks` have left under their numbers, by rank, once all have or the time is `over`."""
+    any(over() or store.check([str(rank) for rank in ranks]) for _ in pauses(within_s))
+    return {rank: json.loads(store.get(str(rank))) for rank in ranks if store.check([str(rank)])}
+
+
+def listed(ranks: Sequence[int | str]) -> str:
+    """The first few of many ranks or hosts, in words."""
+    return ", ".join([*map(str, ranks[:8]), *(["..."] if len(ranks) > 8 else [])])

@@ -1,9 +1,8 @@
 """Chooses a rank's device, its precision and how many CPU threads it has. Nothing here communicates."""
 
-import contextlib
 import os
 import warnings
-from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -12,8 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
 
 from megalite.errors.problems import Problem, UserError, shortened
-from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.host import usable_cores
+from megalite.launch.environment import ProcessEnvironment, usable_cores
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLASH_ATTENTION_4 = "flash-attn-4==4.0.0b18"
@@ -34,13 +32,13 @@ def choose_device(setting: str, environment: ProcessEnvironment) -> torch.device
     """`setting` is auto, cpu or cuda; auto takes CUDA where it is present.
 
     A rank's GPU is number LOCAL_RANK (else its rank) modulo the devices it sees: SLURM may show each task its own GPU
-    alone. The rendezvous checks that no two ranks end up on one GPU.
+    alone. `startup.meet` checks that no two ranks end up on one GPU.
     """
-    if setting == "cpu" or not torch.cuda.is_available():
-        if setting == "cuda":
-            built = f"torch {torch.__version__} for CUDA {torch.version.cuda}"
-            rule = f"no usable CUDA device: {built} sees none (nvidia-smi)"
-            raise UserError(Problem("device", "cuda", rule, "device=cpu, or auto"))
+    present = torch.cuda.is_available()
+    if setting == "cuda" and not present:
+        rule = f"no usable CUDA device: torch {torch.__version__} for CUDA {torch.version.cuda} sees none (nvidia-smi)"
+        raise UserError(Problem("device", "cuda", rule, "device=cpu, or auto"))
+    if setting == "cpu" or not present:
         return torch.device("cpu")
     local_rank = environment.rank if environment.local_rank is None else environment.local_rank
     return torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -58,16 +56,15 @@ def choose_precision(setting: str, device: torch.device) -> torch.dtype:
 def check_fp8(recipe: str | None, device: torch.device) -> None:
     """Refuse train.fp8 on a GPU that cannot multiply fp8 matrices."""
     if recipe is not None and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
-        rule = "cannot multiply fp8 matrices (compute capability 8.9, Ada, can)"
-        _refuse(device, "train.fp8", recipe, rule, "train.fp8=null")
+        _refuse(device, "train.fp8", recipe, "cannot multiply fp8 matrices (8.9, Ada, can)", "train.fp8=null")
 
 
 def use_attention(kernels: str, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
-    """Refuse kernels of train.attention that cannot run here; `heads`: of queries, of keys and values, and their size.
+    """Try kernels of train.attention once, and refuse those that cannot run: what they take differs by GPU, torch and
+    other packages. `heads`: of queries, of keys and values, and their size.
+
     fa4 makes torch's flash attention on CUDA that of flash-attn-4, for the process. flex is for runs that repeat
     themselves bit for bit, so inductor no longer chooses by time what its kernels sum in one go.
-
-    They are tried at once: what they take differs by GPU and version, of torch and of other packages.
     """
     if device.type != "cuda":
         return
@@ -79,22 +76,17 @@ def use_attention(kernels: str, device: torch.device, dtype: torch.dtype, heads:
     queries, groups, size = heads
     try:
         if kernels == "fa4":
-            if torch.cuda.get_device_capability(device)[0] not in (9, 10):
-                raise ValueError("needs compute capability 9 or 10, Hopper or Blackwell")
             activate_flash_attention_impl("FA4")
-        q, k = (
-            torch.zeros(1, count, 128, size, dtype=dtype, device=device, requires_grad=True)
-            for count in (queries, groups)
-        )
+        shapes = [(1, count, 128, size) for count in (queries, groups)]
+        q, k = (torch.zeros(shape, dtype=dtype, device=device, requires_grad=True) for shape in shapes)
         with torch.cuda.device(device), sdpa_kernel(KERNELS[kernels], set_priority=True):
             out = F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=queries != groups)
             out.sum().backward()
     except Exception as error:  # whatever another package raises
         shape = f"{queries} query and {groups} key-value heads of size {size} in {name_of(dtype)}"
         rule = f"does not run them with {shape}: {type(error).__name__}: {shortened(str(error))}"
-        hint = "train.attention=auto" if kernels != "auto" else "train.attention=flash, or flex"
-        hint += f", or pip install {FLASH_ATTENTION_4}" if kernels == "fa4" else ""
-        _refuse(device, "train.attention", kernels, rule, hint)
+        hint = {"auto": "flash, or flex", "fa4": f"auto, or pip install {FLASH_ATTENTION_4}"}.get(kernels, "auto")
+        _refuse(device, "train.attention", kernels, rule, f"train.attention={hint}")
 
 
 def _refuse(device: torch.device, setting: str, value: str, rule: str, hint: str) -> NoReturn:
@@ -107,11 +99,10 @@ def silence_foreign_warnings() -> None:
     warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current|TensorFloat32 tensor cores")
 
 
-def slow_precision(dtype: torch.dtype, device: torch.device) -> str | None:
-    """What to say of a precision that the device computes many times slower than fp32; None: it does not."""
-    if device.type == "cpu" and dtype == torch.bfloat16 and not _has_fast_bf16(device):
-        return "this CPU has no bf16 instructions: steps may take 30 times as long as with precision=fp32"
-    return None
+def slow_precision(dtype: torch.dtype, device: torch.device) -> str:
+    """What to say of a precision that the device computes many times slower than fp32, if anything."""
+    slow = device.type == "cpu" and dtype == torch.bfloat16 and not _has_fast_bf16(device)
+    return "this CPU has no bf16 instructions: steps may take 30 times as long as with precision=fp32" if slow else ""
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -123,27 +114,21 @@ def set_threads(environment: ProcessEnvironment) -> None:
     """Give each rank its share of the cores, so that the ranks of a node do not slow each other down several times.
 
     OMP_NUM_THREADS wins where the user set it. Where it is not set, torchrun sets it to 1 for several ranks; whether it
-    was, the environment that torchrun itself was started with still tells, on Linux.
+    was, the environment that torchrun itself was started with still tells, on Linux. SLURM may have given the step
+    fewer cores, bound to it or not; the cores of a task are its share already.
     """
-    chosen = os.environ.get("OMP_NUM_THREADS")
-    if chosen == "1" and environment.launcher == "torchrun" and environment.local_world_size > 1:
-        with contextlib.suppress(OSError):
+    chosen, sharers = os.environ.get("OMP_NUM_THREADS"), environment.local_world_size
+    if chosen == "1" and environment.launcher == "torchrun" and sharers > 1:
+        with suppress(OSError):
             of_torchrun = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
             chosen = chosen if b"OMP_NUM_THREADS=1" in of_torchrun else None
+    cores = granted = usable_cores()
+    if environment.launcher == "slurm" and (of_task := os.environ.get("SLURM_CPUS_PER_TASK")):
+        granted, sharers = int(of_task), 1
+    elif environment.launcher == "slurm":
+        granted = int(os.environ.get("SLURM_CPUS_ON_NODE") or cores)
     if chosen is None:
-        torch.set_num_threads(threads_per_rank(usable_cores(), environment, os.environ))
-
-
-def threads_per_rank(cores: int, environment: ProcessEnvironment, environ: Mapping[str, str]) -> int:
-    """Threads of one rank where this process may use `cores`. SLURM may have given the step fewer, bound to it or not;
-    cores that are bound to a task are its share already."""
-    if environment.launcher == "slurm":
-        per_task, on_node = environ.get("SLURM_CPUS_PER_TASK", ""), environ.get("SLURM_CPUS_ON_NODE", "")
-        if per_task.isdigit():
-            return max(1, min(cores, int(per_task)))
-        if on_node.isdigit():
-            cores = min(cores, int(on_node))
-    return max(1, cores // environment.local_world_size)
+        torch.set_num_threads(max(1, min(cores, granted) // sharers))
 
 
 def _has_fast_bf16(device: torch.device) -> bool:

@@ -1,15 +1,23 @@
-"""Reads who this process is in the job from the environment variables that launchers set.
+"""Reads who this process is in the job, and prepares it for its host: cores, memory, open files. No torch import.
 
 `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT` (torchrun, or anyone) come first. In a SLURM step
 (`srun`) without them, SLURM's own variables are translated into them. With neither it is a single process. Everything
-wrong is reported at once. No torch import.
+wrong is reported at once. A variable of a library is left alone where the user has set it.
 """
 
+import ctypes
+import os
 import re
+import resource
 import shlex
-from collections.abc import Mapping, Sequence
+import signal
+import sys
+import time
+from collections.abc import Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from megalite.errors.problems import Problem, UserError
 
@@ -22,7 +30,14 @@ OF_SLURM = {  # by torchrun's name, the variable of a SLURM step that says the s
 }
 START = "`torchrun --nproc-per-node N` or `srun --ntasks N` sets it; for one process unset RANK, WORLD_SIZE"
 LOOPBACK = "127.0.0.1"
+MANY = 10**9
 Launcher = Literal["single", "torchrun", "env", "slurm"]
+
+SPINS = "2000"  # libgomp takes 1,000 by itself where it knows of more threads than cores, else 300,000
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
+ENOUGH = 65_536  # open files, for thousands of ranks and any number of token files
+CUDA_QUEUES, ENOUGH_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8  # CUDA's own default
+LOAD, NVIDIA = Path("/proc/loadavg"), Path("/dev/nvidiactl")
 
 
 @dataclass(frozen=True)
@@ -48,31 +63,27 @@ def read_environment(environ: Mapping[str, str]) -> ProcessEnvironment:
     def refuse(name: str, rule: str) -> None:
         """Another machine's variables may be right, and its ranks know nothing of these."""
         own = OF_SLURM.get(name, name) if slurm and not environ.get(name) else name
-        problems.append(Problem(own, given.get(name) or None, rule, START, here=True, alone=name == "RANK"))
+        problems.append(Problem(own, environ.get(own) or None, rule, START, here=True, alone=name == "RANK"))
 
-    def number(name: str, least: int, most: int = 10**9, why: str = "") -> int | None:
+    def number(name: str, least: int, most: int, *, needed: bool = True) -> int | None:
         text = given.get(name, "").strip()
         if re.fullmatch("[0-9]{1,10}", text) and least <= int(text) <= most:
             return int(text)
-        if text:
-            refuse(name, f"must be a whole number from {least} to {most:,}{why}")
+        if text or needed:
+            refuse(name, f"must be a whole number from {least} to {most:,}")
         return None
 
-    several = ("MASTER_ADDR", "MASTER_PORT") if given.get("WORLD_SIZE") != "1" else ()
-    for name in ("RANK", "WORLD_SIZE", *several):
-        if not given.get(name):
-            refuse(name, "not set, but the process is one of several by its other variables")
-    size, local_size, port = number("WORLD_SIZE", 1), number("LOCAL_WORLD_SIZE", 1), number("MASTER_PORT", 1, 65535)
-    rank = number("RANK", 0, (size or 10**9) - 1, ", below WORLD_SIZE")
-    local_rank = number("LOCAL_RANK", 0, (local_size or 10**9) - 1, ", below LOCAL_WORLD_SIZE")
+    size = number("WORLD_SIZE", 1, MANY) or MANY
+    rank, port = number("RANK", 0, size - 1), number("MASTER_PORT", 1, 65535, needed=size > 1)
+    local_size = number("LOCAL_WORLD_SIZE", 1, size, needed=False)
+    local_rank = number("LOCAL_RANK", 0, (local_size or size) - 1, needed=False)
+    address = given.get("MASTER_ADDR") or ("" if size > 1 else LOOPBACK)
+    if not address:
+        refuse("MASTER_ADDR", "must be the host of rank 0")
     if slurm and environ.get("WORLD_SIZE", "").strip() not in ("", given["WORLD_SIZE"]):
-        rule = f"differs from the {given['WORLD_SIZE']} tasks of the SLURM step"
-        problems.append(Problem("WORLD_SIZE", environ["WORLD_SIZE"], rule, "unset it, or set RANK too", here=True))
-    if problems or rank is None or size is None:
+        refuse("WORLD_SIZE", f"differs from the {given['WORLD_SIZE']} tasks of the SLURM step")
+    if problems or rank is None:
         raise UserError(problems)
-    address = given.get("MASTER_ADDR") or LOOPBACK
-    if local_rank is None and size == 1:
-        local_rank = 0
     if local_size is None:  # all ranks share this host where rank 0 is reached by loopback
         local_size = size if is_loopback(address) else (local_rank or 0) + 1
     launcher: Launcher = "slurm" if slurm else "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else "env"
@@ -98,8 +109,7 @@ def first_of_node(environ: Mapping[str, str]) -> bool:
 def launch_command(environment: ProcessEnvironment, arguments: Sequence[str]) -> str:
     """The command that starts a job of this form again; `arguments` are the script and its own."""
     size, local = environment.world_size, environment.local_world_size
-    nodes = "--standalone " if local == size else ""
-    torchrun = f"torchrun {nodes}--nproc-per-node {local}{'' if nodes else ' ...'}"
+    torchrun = f"torchrun {'--standalone ' if local == size else ''}--nproc-per-node {local}"
     start = {"single": "python", "slurm": f"srun --ntasks {size} python"}.get(environment.launcher, torchrun)
     return f"{start} {shlex.join(arguments)}"
 
@@ -111,23 +121,87 @@ def first_host(nodelist: str) -> str:
 
 
 def _variables(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """`environ` itself; or, in a task of a SLURM step without RANK, what torchrun would set there.
-
-    The shells of sbatch and salloc are no tasks of a step.
-    """
+    """`environ` itself; or, in a task of a SLURM step without RANK, what torchrun would set there. (The shells of
+    sbatch and salloc are no tasks of a step.)"""
     texts = [environ.get(f"SLURM_{name}", "") for name in ("STEP_ID", "JOB_ID", "NODEID")]
     step, job, node = (int(text) if text.isdigit() else -1 for text in texts)
     if environ.get("RANK") or not environ.get("SLURM_PROCID") or not 0 <= step < FIRST_RESERVED_STEP:
         return environ
-    counts = [  # tasks of each node: `2(x3),1` -> [2, 2, 2, 1]
-        count
-        for count, nodes in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
-        for _ in range(int(nodes or 1))
-    ]
-    # Below the usual ephemeral ports; steps of a job that run side by side differ.
-    port = 12000 + (job * 31 + step) % 20000
+    nodes = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    counts = [count for count, times in nodes for _ in range(int(times or 1))]  # `2(x3),1` -> 2, 2, 2, 1 tasks
+    port = 12000 + (job * 31 + step) % 20000  # below the usual ephemeral ports; steps side by side differ
     return {name: environ.get(own, "") for name, own in OF_SLURM.items()} | {
         "LOCAL_WORLD_SIZE": counts[node] if 0 <= node < len(counts) else "",
         "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "")),
         "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
     }
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on: fewer than the machine has under SLURM, taskset or a container."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def set_variables(environ: MutableMapping[str, str]) -> str:
+    """Set what libgomp, torch and CUDA read once, when they are loaded; a line where that overrules the user.
+
+    Threads of OpenMP sleep soon if others need the cores. Left alone they spin for milliseconds while they wait for
+    each other: best on a quiet machine (nanoGPT's shape for CPUs: 41 ms a step, with 2,000 spins 58), but not beside a
+    busy process (`tiny`: 890 ms a step, with 2,000 spins 560). Segments of torch's CUDA memory grow: else sizes that
+    change (evaluation, a batch ramp, experts) leave gaps of many GiB. CUDA's streams have queues of their own, where an
+    environment for Megatron-LM forbids it: transfers here are ordered by events and would wait for products.
+    """
+    if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & environ.keys() and is_busy():
+        environ["GOMP_SPINCOUNT"] = SPINS
+    if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
+        environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    given = environ.get(CUDA_QUEUES, "")
+    if not given.isdigit() or int(given) >= ENOUGH_QUEUES or not NVIDIA.exists():
+        return ""
+    environ[CUDA_QUEUES] = str(ENOUGH_QUEUES)
+    return f"{CUDA_QUEUES}={given} would let streams wait for each other: it is {ENOUGH_QUEUES} in this process"
+
+
+def is_busy(looks: int = 20) -> bool:
+    """Whether others run on the cores that this process would take, by several looks within 40 ms."""
+    running = 0
+    for _ in range(looks if LOAD.exists() else 0):  # the fourth word: how many threads run or could run, of how many
+        running += int(LOAD.read_text(encoding="ascii").split()[3].partition("/")[0]) - 1  # without this one
+        time.sleep(0.002)
+    return running / looks + usable_cores() > (os.cpu_count() or 1) + 0.5
+
+
+def keep_freed_memory(environ: Mapping[str, str]) -> None:
+    """Have glibc keep what a step frees, for the next step: it returns large or last pieces to the system, which then
+    clears each page anew, 2 % to 10 % of a step. The price: sizes that change leave gaps in the heap."""
+    words = " ".join([*environ, environ.get("GLIBC_TUNABLES", "")])
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None and not re.search("malloc[._](trim|mmap|top_pad)", words, re.IGNORECASE):
+        mallopt(M_MMAP_MAX, 0)  # large pieces from the heap, too
+        mallopt(M_TRIM_THRESHOLD, -1)  # and the heap is never cut
+
+
+def end_compile_workers() -> None:
+    """Kill inductor's compile workers, where there are any: when Python ends torch asks them to, and waits for up to
+    five minutes for some that do not hear it (pytorch#162199)."""
+    inductor: Any = sys.modules.get("torch._inductor.async_compile")
+    pools = [pool for pool in getattr(inductor, "_pool_set", ()) if hasattr(pool, "process")]
+    for pool in [pool for pool in pools if pool.process.poll() is None]:
+        pool.running = False  # else a thread tells of an end that it did not expect
+        if pool.timer:
+            pool.timer.quit()
+        children = Path(f"/proc/{pool.process.pid}/task/{pool.process.pid}/children")
+        for pid in (pool.process.pid, *(children.read_text(encoding="ascii").split() if children.exists() else ())):
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+    if pools:
+        inductor.after_fork()  # forgets them: whoever compiles again has new ones
+
+
+def allow_open_files() -> None:
+    """Raise this process's limit of open files to ENOUGH, as far as that is allowed: gloo connects each rank of a group
+    with every other one, and rank 0 serves the store of the rendezvous."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = ENOUGH if hard == resource.RLIM_INFINITY else min(ENOUGH, hard)
+    if soft != resource.RLIM_INFINITY and soft < enough:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))

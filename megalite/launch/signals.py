@@ -75,13 +75,12 @@ class StopSignals:
         self.requested = self.requested or name
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.starting:
-            self.ended = True
-            ignore_stop_signals()
-            sys.unraisablehook = lambda _: None  # in a destructor Python only prints the exception; `_listen` ends it
-            self._say(number)
-            raise SystemExit(128 + number)  # unwinds, so that nothing is left half made
-        self.ask(_name(number))
+        if not self.starting:
+            return self.ask(_name(number))
+        self.ended = True
+        ignore_stop_signals()
+        sys.unraisablehook = lambda _: None  # in a destructor Python only prints the exception; `_listen` ends it
+        raise SystemExit(self._status(number))  # unwinds, so that nothing is left half made
 
     def _listen(self, descriptor: int) -> None:
         received: list[int] = []
@@ -91,18 +90,19 @@ class StopSignals:
                 if self.starting:
                     time.sleep(UNWIND_S)
                     if self.starting:
-                        self._say(received[0])
-                        os._exit(128 + received[0])
+                        os._exit(self._status(received[0]))
                 # The kernel may send the launcher's end several times, once for each of its threads.
                 abandoned = LAUNCHER_ENDED in received and received[0] != LAUNCHER_ENDED
                 if abandoned or received.count(signal.SIGINT) >= PATIENCE:
                     os._exit(INTERRUPTED)
 
-    def _say(self, number: int) -> None:
+    def _status(self, number: int) -> int:
+        """The exit status of a start that a signal ends, which is said once."""
         if self._speaks:
             seconds = time.monotonic() - self._began
             to_stderr(f"megalite: ended by {_name(number)} after {seconds:.0f} s of start-up, before the first step")
         self._speaks = False
+        return 128 + number
 
 
 @contextmanager

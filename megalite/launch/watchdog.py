@@ -1,16 +1,12 @@
-"""Ends a job in which nothing goes on any more, and finds out which rank ended one: reports where each rank stands.
+"""Ends a job in which nothing goes on any more, and finds out which rank ended one.
 
-A collective that a rank does not join fails on the others, who know neither which rank it is nor what that does
-instead, and a rank may hang without any collective. So two threads watch the main one: one looks for progress, the
-other speaks over a connection of its own to the store where the ranks met. The first rank to lose patience calls the
-roll there; all ranks that can answer leave what they do and where their code stands; one writes the report; all end.
-If all ranks answer from slow phases (a save, start-up), they go on.
-
-Also where the store, a disk or stderr hangs, a rank ends at most REPORT_S + WRITE_S after its time-out. Time in which
-the whole process was stopped (a suspended job, a laptop's lid) does not count.
+A collective that a rank does not join fails on the others, who know neither which rank it is nor where it stands, and a
+rank may hang without any collective. So two threads watch the main one: one counts the time without progress, the other
+speaks over a connection of its own to the store where the ranks met. The first rank to lose patience calls the roll
+there; all that can answer leave their place in the code; one writes the report; all end, or go on if all answer from
+slow phases (a save, start-up). Where even the store hangs, a rank ends REPORT_S + WRITE_S after its time-out.
 """
 
-import faulthandler
 import json
 import os
 import socket
@@ -26,11 +22,10 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from torch.distributed import DistError
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megalite.errors.problems import to_stderr
-from megalite.launch.context import ParallelContext
-from megalite.launch.rendezvous import listed, wait_until
+from megalite.launch.context import ParallelContext, answers, listed, pauses
 
 REPORT_S = 20.0  # from the end of the patience until the process ends, at most
 ROLL_S = 5.0  # of these for the words of all ranks
@@ -61,10 +56,9 @@ class Doing(NamedTuple):
 
 
 class Watchdog:
-    """Context manager: meanwhile the calling thread must make progress.
+    """Context manager: meanwhile the calling thread must make progress; in a world of one nobody watches.
 
-    `doing` is asked at each look. The report goes to stderr and into `folder`. `hosts`: where each rank runs. Does
-    nothing in a world of one.
+    `doing` is asked at each look. The report goes to stderr and into `folder`. `hosts`: where each rank runs.
     """
 
     def __init__(
@@ -90,6 +84,7 @@ class Watchdog:
     stop = __exit__
 
     def _watch(self) -> None:
+        """Count the time without progress, but not that in which the whole process is stopped (a suspended job)."""
         before, looked = self.doing(), time.monotonic()
         while not self._over.wait(pause := min(1.0, before.timeout_s / 20)):
             now, at = time.monotonic(), self.doing()
@@ -110,38 +105,34 @@ class Watchdog:
                 while not self._over.wait(min(LOOK_S, (timeout_s := self.doing().timeout_s) / 20)):
                     call = int(store.compare_set("hang/call", "", "0"))  # the newest; 0: none yet
                     if call and not store.check([f"hang/{call}/verdict"]):
-                        self._answer(store, f"hang/{call}")
+                        self._answer(store, PrefixStore(f"hang/{call}", store))
                     elif self._idle_s > self._excused_s + timeout_s:
                         store.compare_set("hang/call", str(call), str(call + 1))
             self._over.wait(LOOK_S)
 
-    def _answer(self, store: Store, key: str) -> None:
-        """Leave this rank's word; end, or go on, as the first rank to answer has judged."""
-        rank, verdict = self._context.rank, f"{key}/verdict"
-        store.set(f"{key}/{rank}", json.dumps(self._word()))
-        if store.add(f"{key}/words", 1) == 1:
-            store.set(verdict, self._judge(store, key))
+    def _answer(self, store: Store, roll: Store) -> None:
+        """Leave this rank's word. The first rank to answer waits for all words and judges; then all end, or go on."""
+        rank, over, finding = self._context.rank, self._over.is_set, ""
+        roll.set(str(rank), json.dumps(self._word()))
+        if roll.add("answers", 1) == 1:
+            words = answers(roll, range(self._context.world_size), ROLL_S, over)
+            if silent := [at for at in range(self._context.world_size) if at not in words]:
+                where = listed([*dict.fromkeys(self._hosts[at] for at in silent)])
+                why = "stopped, gone with its host, or it holds Python's lock"
+                finding = f"no answer from rank {listed(silent)} on {where}: {why}"
+            elif any(word["hangs"] for word in words.values()):
+                finding = "all ranks answer"
+            finding = "" if over() else finding
+            if finding:
+                store.compare_set("failure/cause", "", self._report(finding, words))
+            roll.set("verdict", finding)
         with suppress(DistError):  # rank 0 has ended, and the store with it
-            if wait_until(lambda: self._over.is_set() or store.check([verdict]), time.monotonic() + REPORT_S / 2):
-                if self._over.is_set() or not store.get(verdict):
+            if any(over() or roll.check(["verdict"]) for _ in pauses(REPORT_S / 2)):
+                if over() or not roll.get("verdict"):
                     self._excused_s = self._idle_s
                     return
                 time.sleep(READ_S if rank == 0 else 0.0)
         self._exit()
-
-    def _judge(self, store: Store, key: str) -> str:
-        """Wait for the words of all ranks, and report. Empty where all of them may take longer, or training ends."""
-        size = self._context.world_size
-        wait_until(lambda: self._over.is_set() or store.add(f"{key}/words", 0) == size, time.monotonic() + ROLL_S)
-        words = {at: json.loads(store.get(f"{key}/{at}")) for at in range(size) if store.check([f"{key}/{at}"])}
-        silent = [at for at in range(size) if at not in words]
-        if self._over.is_set() or not (silent or any(word["hangs"] for word in words.values())):
-            return ""
-        where = listed([*dict.fromkeys(self._hosts[rank] for rank in silent)])
-        why = "stopped, gone with its host, or it holds Python's lock"
-        finding = f"no answer from rank {listed(silent)} on {where}: {why}" if silent else "all ranks answer"
-        store.compare_set("failure/cause", "", self._report(finding, words))  # an end breaks the collectives of others
-        return finding
 
     def _word(self) -> dict[str, Any]:
         """This rank's doing, and where its threads are."""
@@ -160,19 +151,21 @@ class Watchdog:
         }
 
     def _report(self, finding: str, words: Mapping[int, Mapping[str, Any]]) -> str:
-        """Write it to stderr, then all of it into a file; its first line. A thread of C ends the process where one of
-        them hangs for WRITE_S."""
+        """Write it to stderr, then all of it into a file, unless one of them hangs for WRITE_S; its first line."""
         setting, timeout_s = self.doing()[2:4]
         first = f"no progress within {setting} ({timeout_s:g} s); {finding}"
-        lines = [first, *summary(words), f"if a step may take so long: a larger {setting}"]
         path = self._folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-rank-{self._context.rank}.json"
-        with open(os.devnull, "w") as nowhere, suppress(OSError):
-            faulthandler.dump_traceback_later(WRITE_S, exit=True, file=nowhere)
+
+        def write() -> None:
+            lines = [first, *summary(words), f"if a step may take so long: a larger {setting}"]
             to_stderr("\n".join(f"megalite: {line}" for line in lines))
-            with path.open("x", encoding="utf-8") as file:
-                json.dump({"finding": finding, "ranks": words}, file, indent=1)
-            to_stderr(f"megalite: all stacks: {path}")
-        faulthandler.cancel_dump_traceback_later()
+            with suppress(OSError):
+                path.write_text(json.dumps({"finding": finding, "ranks": words}, indent=1), encoding="utf-8")
+                to_stderr(f"megalite: all stacks: {path}")
+
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        writer.join(WRITE_S)
         return first
 
     def _exit(self) -> None:
@@ -205,24 +198,20 @@ def find_cause(context: ParallelContext, error: BaseException) -> str:
     A rank whose collective breaks sees a socket, not a rank. So each leaves word in the store: a rank with an error of
     its own is the cause; a rank without a word was killed, is stopped or hangs.
     """
-    store, size = context.store, context.world_size
-    if store is None:
+    if context.store is None:
         return ""
+    store = PrefixStore("failure", context.store)
     try:
         if not is_broken_link(error):
             word = f"rank {context.rank} on {socket.gethostname()}: {type(error).__name__}: {error}"
-            store.compare_set("failure/cause", "", word)
-        store.set(f"failure/{context.rank}", "")
-        store.add("failure/count", 1)
-        deadline = time.monotonic() + CAUSE_S
-        wait_until(lambda: store.check(["failure/cause"]) or store.add("failure/count", 0) == size, deadline)
-        if not store.check(["failure/cause"]):
-            silent = [rank for rank in range(size) if not store.check([f"failure/{rank}"])]
+            store.compare_set("cause", "", word)
+        store.set(str(context.rank), "")
+        if not any(store.check(["cause"]) for _ in pauses(CAUSE_S)):
+            silent = [rank for rank in range(context.world_size) if not store.check([str(rank)])]
             word = f"no word from rank {listed(silent)}: killed, stopped or hanging"
-            store.compare_set("failure/cause", "", word if silent else "a lost connection (the network?)")
-        cause = store.get("failure/cause").decode()
-        if context.rank == 0:
-            time.sleep(READ_S)  # the store may live in this process: the others read, too
+            store.compare_set("cause", "", word if silent else "a lost connection (the network?)")
+        cause = store.get("cause").decode()
+        time.sleep(0.0 if context.rank else READ_S)  # the store may live in rank 0: the others read, too
         return cause
     except DistError:
         return "rank 0 has ended, and with it the place where the ranks met"

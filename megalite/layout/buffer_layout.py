@@ -2,23 +2,24 @@
 
 A bucket holds parameters of one precision, one kind (dense or expert) and one ownership, in the order in which backward
 completes them; their gradients travel together. Each of the ranks that share a bucket's optimizer state owns an equal,
-aligned slice of it. With ownership "even" slices cross the borders of parameters; with "whole" no matrix has two
-owners. The layout is a function of sizes alone, the same on all ranks that exchange a bucket.
-Facts: Megatron-LM's distributed optimizer (param_layout.py); Rajbhandari et al. 2019 (arXiv 1910.02054).
+aligned slice of it. With ownership "even" slices cross the borders of parameters; with "whole", for optimizers that
+need matrices, no matrix has two owners. The layout is a function of sizes alone, the same on all ranks that exchange a
+bucket. Facts: Megatron-LM's distributed optimizer (param_layout.py); Rajbhandari et al. 2019 (arXiv 1910.02054).
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import count, groupby
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, groupby
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from megalite.layout.parameters import ParameterRecord, Shard, ShardBox, shard
 
 ALIGNMENT = 64  # elements: 256 bytes of fp32, so that parameters and slices start on full vectors and cache lines
 Kind = Literal["dense", "expert"]
 Ownership = Literal["even", "whole"]
-Held = tuple[ParameterRecord, Shard, int]  # with the padded size
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,23 @@ class BufferSlot:
 
     record: ParameterRecord
     shard: Shard
-    start: int
+    start: int = 0
 
     @property
     def stop(self) -> int:
         return self.start + prod(self.shard.shape)
+
+    @cached_property
+    def padded(self) -> int:
+        """The size that other slots keep free."""
+        return _padded(prod(self.shard.shape), ALIGNMENT)
+
+    @cached_property
+    def unit(self) -> int:
+        """The elements that `whole` gives to one owner: each matrix of a stack, or all of them if they are unaligned.
+        `attention.qkv`, whose q, k and v alternate in memory, counts as one matrix."""
+        matrix = prod(self.shard.shape[self.record.stacked :])
+        return self.padded if matrix % ALIGNMENT else matrix
 
 
 @dataclass(frozen=True)
@@ -77,8 +90,7 @@ class OwnedRange:
                 yield box, range(start - flat.start, stop - flat.start), start + shift
 
 
-@dataclass(frozen=True)
-class SliceRange:
+class SliceRange(NamedTuple):
     """Elements [start, stop) of a rank's slice of bucket `bucket`."""
 
     bucket: int
@@ -91,10 +103,6 @@ class BufferLayout:
     """All buckets, in the order in which backward completes them."""
 
     buckets: tuple[Bucket, ...]
-
-    @property
-    def slots(self) -> list[BufferSlot]:
-        return [slot for bucket in self.buckets for slot in bucket.slots]
 
     def owned(self, dense: int = 0, expert: int = 0) -> tuple[OwnedRange, ...]:
         """The ranges of the rank at position `dense` of those that share dense state, `expert` of those of experts."""
@@ -132,54 +140,41 @@ def buffer_layout(
     bucket_size: int | None = None,
     ownership: Ownership = "even",
 ) -> BufferLayout:
-    """The layout of one rank's parameters; `tp`, `etp` and `ep` are (size, index) of the rank on these axes.
-
-    A bucket ends before a block that would take it over `bucket_size` elements (default: Megatron-LM's, large enough
-    that each rank's slice is worth a message), so that a block's parameters arrive together, and inside a larger block
-    after a parameter that reaches the size, unless less than that is left. Tables of the vocabulary have buckets of
-    their own: a tied one is cut alike by both ends of a pipeline, an uneven one leaves all else alike on the ranks of
-    tp, which add up slices of what they replicate.
-
-    With `ownership` "whole", for optimizers that need matrices, a matrix lies in one slice: each of those that a
-    parameter stacks (gate, up, an expert's), while `attention.qkv`, whose q, k and v alternate in memory, counts as
-    one. Buckets of matrices are of like size, and as many as leave at most a fifth of each as padding.
-    """
-    by_buffer: dict[BufferName, list[Held]] = {}
-    order: dict[str, int] = {}  # in which backward completes the parameters
-    for record in reversed(records):
-        of_rank = shard(record, *(etp if record.of_experts else tp), ep)
-        whole = ownership == "whole" and record.stacked is not None
-        name = BufferName(record.precision, "expert" if record.of_experts else "dense", whole)
-        by_buffer.setdefault(name, []).append((record, of_rank, _padded(prod(of_rank.shape), ALIGNMENT)))
-        order[record.name] = len(order)
+    """The layout of one rank's parameters; `tp`, `etp` and `ep` are (size, index) of the rank on these axes. The
+    default size of a bucket is Megatron-LM's, large enough that each rank's slice is worth a message."""
+    by_buffer, order = defaultdict[BufferName, list[BufferSlot]](list), dict[str, int]()
+    for number, record in enumerate(reversed(records)):  # in the order in which backward completes them
+        kind: Kind = "expert" if record.of_experts else "dense"
+        name = BufferName(record.precision, kind, ownership == "whole" and record.stacked is not None)
+        by_buffer[name].append(BufferSlot(record, shard(record, *(etp if record.of_experts else tp), ep)))
+        order[record.name] = number
     buckets: list[Bucket] = []
-    for name, held in by_buffer.items():
+    for name, slots in by_buffer.items():
         shards = dense_shards if name.kind == "dense" else expert_shards
         target = max(40_000_000, 1_000_000 * shards) if bucket_size is None else bucket_size
-        cut = _cut_wholes if name.whole else _cut_evenly
-        buckets += [Bucket(name, size, shards, slots) for slots, size in cut(held, target, shards)]
+        buckets += (_cut_wholes if name.whole else _cut_evenly)(name, slots, target, shards)
     buckets.sort(key=lambda bucket: max(order[slot.record.name] for slot in bucket.slots))
     return BufferLayout(tuple(buckets))
 
 
-Placed = tuple[tuple[BufferSlot, ...], int]  # the slots of a bucket and its size
-
-
-def _cut_evenly(held: Sequence[Held], target: int, shards: int) -> Iterator[Placed]:
-    """The buckets with even ownership, in order: one parameter after the other."""
-    contents: list[list[Held]] = [[]]
-    for (table, _), members in groupby(held, key=lambda each: (_is_table(each[0]), each[0].place)):
+def _cut_evenly(name: BufferName, slots: Sequence[BufferSlot], target: int, shards: int) -> Iterator[Bucket]:
+    """One parameter after the other. A bucket ends before a block that would take it over `target` elements, so that a
+    block's parameters arrive together, and inside a larger block after a parameter that reaches them, unless less than
+    that is left. Tables of the vocabulary have buckets of their own: a tied table is cut alike by both ends of a
+    pipeline, and an uneven one leaves all else alike on the ranks of tp, which add up slices of what they replicate."""
+    contents: list[list[BufferSlot]] = [[]]
+    for (table, _), members in groupby(slots, key=lambda slot: (_is_table(slot.record), slot.record.place)):
         block = list(members)
         if table or _size(contents[-1]) + _size(block) > target:
             contents.append([])
-        for at, each in enumerate(block):
-            contents[-1].append(each)
-            # What is left of the block joins this bucket if it is less than a bucket.
-            if table or _size(contents[-1]) >= target <= _size(block[at + 1 :]):
+        for at, slot in enumerate(block, 1):
+            contents[-1].append(slot)
+            if table or _size(contents[-1]) >= target <= _size(block[at:]):
                 contents.append([])
     for content in filter(None, contents):
-        slots = [BufferSlot(*each[:2], _size(content[:at])) for at, each in enumerate(content)]
-        yield tuple(slots), _padded(_size(content), ALIGNMENT * shards)
+        starts = accumulate((slot.padded for slot in content[:-1]), initial=0)
+        placed = tuple(replace(slot, start=start) for slot, start in zip(content, starts, strict=True))
+        yield Bucket(name, _padded(_size(content), ALIGNMENT * shards), shards, placed)
 
 
 def _is_table(record: ParameterRecord) -> bool:
@@ -187,65 +182,59 @@ def _is_table(record: ParameterRecord) -> bool:
     return record.place == ("embedding", "loss") or (record.split is not None and record.split.uneven)
 
 
-def _cut_wholes(held: Sequence[Held], target: int, shards: int) -> list[Placed]:
-    """Buckets of matrices with one owner each: blocks are dealt to buckets of like size, and where that leaves more
-    than a fifth of a bucket as padding, to fewer."""
-    blocks = [list(members) for _, members in groupby(held, key=lambda each: each[0].place)]
-    total, placed = _size(held), list[Placed]()
+def _cut_wholes(name: BufferName, slots: Sequence[BufferSlot], target: int, shards: int) -> list[Bucket]:
+    """Buckets of about `target` elements, to which blocks are dealt evenly, and fewer where that leaves more than a
+    fifth of a bucket as padding."""
+    blocks = [list(members) for _, members in groupby(slots, key=lambda slot: slot.record.place)]
+    total, buckets = _size(slots), list[Bucket]()
     for number in range(min(len(blocks), -(-total // target)), 0, -1):
-        contents: list[list[Held]] = [[] for _ in range(number)]
-        before = 0
+        contents, before = defaultdict[int, list[BufferSlot]](list), 0
         for block in blocks:
             contents[(2 * before + _size(block)) * number // (2 * total)] += block  # by the block's middle
             before += _size(block)
-        contents = [content for content in contents if content]
-        placed = [_pack(content, shards) for content in contents]
-        if all(4 * bucket <= 5 * _size(content) for (_, bucket), content in zip(placed, contents, strict=True)):
+        buckets = [_pack(name, content, shards) for content in contents.values()]
+        if all(4 * bucket.size <= 5 * _size(bucket.slots) for bucket in buckets):
             break
+    return buckets
+
+
+def _pack(name: BufferName, content: Sequence[BufferSlot], shards: int) -> Bucket:
+    """The bucket with the smallest slices that cut no unit: one slot after the other, those of large units first."""
+    slots = sorted(content, key=lambda slot: (slot.unit, slot.padded), reverse=True)
+    least = max(-(-_size(slots) // shards), slots[0].unit)
+    units = {ALIGNMENT, *(slot.unit for slot in slots if slot.unit < slot.padded)}
+    sizes = {_padded(least + least * more // 32, unit) for more in range(97) for unit in units}
+    sizes.add(_padded(least * shards, ALIGNMENT))  # a slice that holds everything
+    tried = ((size, _first_fit(slots, size, size * shards)) for size in sorted(sizes))
+    size, placed = next((size, placed) for size, placed in tried if placed)
+    return Bucket(name, size * shards, shards, tuple(sorted(placed, key=lambda slot: slot.start)))
+
+
+def _first_fit(slots: Iterable[BufferSlot], slice_size: int, end: int) -> list[BufferSlot]:
+    """The slots in [0, end), each in the first gap that takes it uncut; none where they do not all fit."""
+    gaps, placed = [(0, end)], list[BufferSlot]()
+    for slot in slots:
+        places = ((at, start) for at, gap in enumerate(gaps) for start in _uncut(slot, *gap, slice_size))
+        at, start = next(places, (-1, -1))
+        if at < 0:
+            return []
+        (low, high), stop = gaps[at], start + slot.padded
+        gaps[at : at + 1] = [gap for gap in ((low, start), (stop, high)) if gap[0] < gap[1]]
+        placed.append(replace(slot, start=start))
     return placed
 
 
-def _pack(content: Sequence[Held], shards: int) -> Placed:
-    """The bucket with the smallest slices that cut no matrix: one stack of matrices after the other, large ones first.
-    A stack may reach over borders of slices that fall between its matrices."""
-    stacks: list[tuple[int, int, Held]] = []  # size of a matrix, and of the stack
-    for each in content:
-        unit = prod(each[1].shape[each[0].stacked :])
-        stacks.append((unit if unit % ALIGNMENT == 0 else each[2], each[2], each))  # unaligned matrices are one piece
-    stacks.sort(key=lambda stack: stack[:2], reverse=True)
-    least, units = max(-(-_size(content) // shards), stacks[0][0]), {unit for unit, size, _ in stacks if unit < size}
-    for step in count():
-        smallest, next_ = (_padded(least + least * at // 32, ALIGNMENT) for at in (step, step + 1))
-        for slice_size in sorted({smallest, *(size for unit in units if (size := _padded(smallest, unit)) < next_)}):
-            slots = _first_fit(stacks, slice_size, slice_size * shards)
-            if len(slots) == len(stacks):
-                return tuple(sorted(slots, key=lambda slot: slot.start)), slice_size * shards
-    raise AssertionError("unreachable: a slice that holds everything is tried in the end")
+def _uncut(slot: BufferSlot, low: int, high: int, slice_size: int) -> Iterator[int]:
+    """Places of the slot in the gap [low, high) where borders of slices fall between its units, if on it at all."""
+    border = (low // slice_size + 1) * slice_size
+    for start in (low, low + (border - low) % slot.unit, border, border + slice_size % slot.unit):
+        stop, first = start + slot.padded, (start // slice_size + 1) * slice_size
+        if stop <= high and all((at - start) % slot.unit == 0 for at in range(first, stop, slice_size)):
+            yield start
 
 
-def _first_fit(stacks: Iterable[tuple[int, int, Held]], slice_size: int, end: int) -> list[BufferSlot]:
-    """Slots in [0, end) for stacks, each in the first gap that takes it uncut; a stack that fits nowhere has none."""
-    gaps, slots = [(0, end)], []
-    for unit, size, (record, of_rank, _) in stacks:
-        for at, (low, high) in enumerate(gaps):
-            border = (low // slice_size + 1) * slice_size
-            tried = (low, low + (border - low) % unit, border, border + slice_size % unit)  # borders may fall between
-            uncut = [place for place in tried if place + size <= high and _is_uncut(place, unit, size, slice_size)]
-            if uncut:
-                gaps[at : at + 1] = [gap for gap in ((low, uncut[0]), (uncut[0] + size, high)) if gap[0] < gap[1]]
-                slots.append(BufferSlot(record, of_rank, uncut[0]))
-                break
-    return slots
-
-
-def _is_uncut(start: int, unit: int, size: int, slice_size: int) -> bool:
-    """Whether borders of slices in the stack at `start` are between matrices: the first, and with it all of them."""
-    border = (start // slice_size + 1) * slice_size - start
-    return border >= size or (border % unit == 0 and (border + slice_size >= size or slice_size % unit == 0))
-
-
-def _size(content: Iterable[Held]) -> int:
-    return sum(size for _, _, size in content)
+def _size(slots: Iterable[BufferSlot]) -> int:
+    return sum(slot.padded for slot in slots)
 
 
 def _padded(size: int, multiple: int) -> int:

@@ -4,7 +4,6 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -14,28 +13,30 @@ from typing import Any
 import torch
 
 from megalite import __version__
+from megalite.config.files import REPORT
 from megalite.config.step_plan import batch_ramp
 from megalite.errors.words import several
 from megalite.launch.device import name_of
 from megalite.launch.environment import launch_command, read_environment
 from megalite.layout.ranks import header_lines
 from megalite.model.flops import active_parameters, flops_per_token, parameter_count
-from megalite.observe.report.write import LiveReport
+from megalite.observe.report.page import live_report
 from megalite.observe.run_data import read_run
 from megalite.observe.terminal import Terminal
 from megalite.observe.trackers import open_trackers
 from megalite.train.history import Note, View
-from megalite.train.setup import Job
+from megalite.train.loop import Job
 
 PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "hydra-core", "numpy", "safetensors")
 
 
-def open_views(job: Job, terminal: Terminal, note: Note) -> Sequence[View]:
+def open_views(job: Job, terminal: Terminal, note: Note) -> dict[str, View]:
     """The views on rank 0. The terminal is the last: its summary stands below what the others have to say."""
     run = read_run(job.folder.path)
     trackers = open_trackers(job.config, job.folder.path, job.progress.step, note)
     terminal.follow(run, f"{job.config.model.name} on {job.config.data.source}")
-    return [LiveReport(run, job.config.log.report_interval_s), trackers, terminal]
+    report = live_report(run, job.config.log.report_interval_s)
+    return {REPORT.usual: report, "trackers": trackers.add, "terminal": terminal.add}
 
 
 def start_fields(job: Job) -> dict[str, Any]:
@@ -70,8 +71,7 @@ def resolved(job: Job, device: str) -> list[list[str]]:
         shape += f"; {moe.num_experts} experts in {several(len(model.expert_layers), 'layer')}, top {moe.top_k}"
     batch = f"{several(train.global_batch_size, 'sequence')} of {train.seq_length:,} tokens"
     grows = "" if train.batch_ramp is None else f", growing from {ramp.sizes.start} sequences by {ramp.sizes.step}"
-    epochs = job.data.train.epochs(samples)  # of each token file of a blend
-    most = f"{max(epochs):.3g} epochs{' of the file that is repeated most' if len(epochs) > 1 else ''}"
+    most = f"{max(job.data.train.epochs(samples)):.3g} epochs"  # of the token file that is repeated most
     return [
         ["model", f"{model.name}: {parameters}, {flops:,.1f} MFLOP per token"],
         ["", shape],

@@ -1,9 +1,13 @@
-"""Numbers and events as people read them. Numbers have a few digits and a known width; nan and inf stay so."""
+"""Numbers, events and lines as people read them. Numbers have a few digits and a known width; nan and inf stay so."""
 
+import io
 import math
-from collections.abc import Mapping
-from typing import Any
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any, TextIO
 
+from megalite.errors.problems import printable
 from megalite.errors.words import several
 
 count = "{:,.0f}".format
@@ -54,10 +58,21 @@ def duration(seconds: float) -> str:
 def words_of(event: Mapping[str, Any]) -> str:
     """What an event tells besides its kind. A user may have left things out of it."""
     if event["kind"] in ("start", "resume"):
-        hosts, versions = event.get("hosts") or [], event.get("versions") or {}
-        ranks = f"{several(len(hosts), 'rank')} on {several(len({*hosts}), 'host')}"
-        where = f"{ranks}, {event.get('device', 'device unknown')}, torch {versions.get('torch', '?')}"
-        return "; ".join([where, *(event.get("changes") or [])])
+        ranks = several(len(event.get("hosts") or []), "rank")
+        return "; ".join([f"{ranks}, {event.get('device', 'device unknown')}", *(event.get("changes") or [])])
     rest = {name: value for name, value in event.items() if name not in ("time", "step", "kind", "message", "parts")}
     numbers = {name: f"{value:.4g}" if isinstance(value, float) else value for name, value in rest.items()}
     return str(event.get("message") or ", ".join(f"{name} {value}" for name, value in numbers.items()))
+
+
+def print_lines(lines: Iterable[str], stream: TextIO | None = None) -> None:
+    """Print lines as they come, on stdout by default, without their control characters. It ends quietly where the
+    reader, like `head`, has seen enough."""
+    stream = stream or sys.stdout
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")  # a stream without Unicode
+    try:
+        for line in lines:
+            print(printable(line), file=stream, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())  # what is still buffered goes nowhere

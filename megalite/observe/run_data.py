@@ -4,7 +4,7 @@ A record is a line of metrics.jsonl or an event, which has a `kind` (train/histo
 """
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf, isfinite, nan
@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from megalite.checkpoint.commit import CHECKPOINTS, STATE, committed
+from megalite.config.files import read_object, read_yaml, refusing
 from megalite.config.settings import DERIVED, leaves
-from megalite.config.user_files import read_object, read_yaml, refusing
 from megalite.errors.problems import Problem, UserError
 from megalite.train.history import ENDS, EVENTS, METRICS, STEP_PARTS, changes, read_events, read_metrics
 
@@ -30,33 +30,31 @@ class Series:
     neighbouring points become one."""
 
     def __init__(self) -> None:
-        self.first, self.total = nan, 0.0  # first value that is finite, and the sum of all
-        self._sums: list[tuple[float, ...]] = []  # points: number, sums of steps and values; least, greatest
+        self.first = nan  # value that is finite
+        self._points: list[tuple[float, ...]] = []  # number of values; sums of steps and values; least, greatest
         self._width = 1  # values of a point; the last may have fewer
 
     def add(self, step: float, value: float) -> None:
         if not isfinite(value):
             return
-        self.first, self.total = self.first if self._sums else value, self.total + value
-        self._sums.append((1, step, value, value, value))
-        if self._sums[:-1] and self._sums[-2][0] < self._width:
-            self._sums[-2:] = [_together(*self._sums[-2:])]
-        if len(self._sums) > MOST_POINTS:
-            pairs = range(0, len(self._sums), 2)
-            self._sums, self._width = [_together(*self._sums[at : at + 2]) for at in pairs], 2 * self._width
+        self.first = self.first if self._points else value
+        self._points.append((1, step, value, value, value))
+        if len(self._points) > 1 and self._points[-2][0] < self._width:
+            self._points[-2:] = [_together(self._points[-2:])]
+        if len(self._points) > MOST_POINTS:
+            pairs = range(0, len(self._points), 2)
+            self._points, self._width = [_together(self._points[at : at + 2]) for at in pairs], 2 * self._width
 
     def points(self) -> list[list[float]]:
         """Step, mean, least and greatest of the finite values, each for neighbouring steps where there are many. So no
         peak is lost."""
-        return [[steps / count, values / count, least, most] for count, steps, values, least, most in self._sums]
+        return [[steps / count, values / count, least, most] for count, steps, values, least, most in self._points]
 
 
-def _together(first: tuple[float, ...], *more: tuple[float, ...]) -> tuple[float, ...]:
-    """One point of a series in the place of one or two."""
-    for other in more:
-        sums = (a + b for a, b in zip(first[:3], other[:3], strict=True))
-        first = (*sums, min(first[3], other[3]), max(first[4], other[4]))
-    return first
+def _together(points: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
+    """One point of a series in the place of these."""
+    count, steps, values, least, most = zip(*points, strict=True)
+    return sum(count), sum(steps), sum(values), min(least), max(most)
 
 
 @dataclass
@@ -105,20 +103,16 @@ class RunData:
         if "kind" in record:
             self._add_event(dict(record))
             return
-        step, values = record["step"], dict(record)
-        if "time_split" in record:  # older runs know no exchange
-            values |= {f"time_split/{part}": 0.0 for part in STEP_PARTS}
-        for group in ("time_split", "moe"):
-            values |= {f"{group}/{name}": value for name, value in (record.get(group) or {}).items()}
-        for name, value in values.items():
-            if isinstance(value, int | float):
-                self.series[name].add(step, value)
+        step = record["step"]
+        known = [f"time_split/{part}" for part in STEP_PARTS if "time_split" in record]  # older runs know no exchange
+        for name, value in (dict.fromkeys(known, 0.0) | flat_values(record)).items():
+            self.series[name].add(step, value)
         if "val_loss" in record:
             self.evaluation = dict(record)
             self.best = min(self.best, (record["val_loss"], step))  # no nan is less
             return
         self.last = dict(record)
-        self._add_loads(step, values.get("moe/tokens_per_expert") or [])
+        self._add_loads(step, record.get("moe", {}).get("tokens_per_expert") or [])
         if not isfinite(record["loss"]) or not isfinite(record.get("grad_norm", 0.0)):
             self.not_finite.add(step)
 
@@ -153,6 +147,18 @@ class RunData:
         self.end = event if kind in ENDS else self.end
         if kind not in SUMMED_UP:
             self.listed.append(event)
+
+
+def flat_values(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The known numbers of a record of metrics by name, but the step. Nested ones get names like `time_split/forward`,
+    which trackers show as groups."""
+    flat: dict[str, Any] = {}
+    for name, value in record.items() if "kind" not in record else ():
+        if isinstance(value, Mapping):
+            flat |= flat_values(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and name != "step":
+            flat[f"{prefix}{name}"] = value
+    return flat
 
 
 def read_run(folder: Path) -> RunData:

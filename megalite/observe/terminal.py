@@ -19,8 +19,8 @@ import numpy as np
 from megalite.errors.problems import printable
 from megalite.errors.words import several
 from megalite.observe import readable
+from megalite.observe.readable import print_lines
 from megalite.observe.run_data import RunData
-from megalite.observe.screens import print_lines
 from megalite.train.history import ENDS
 
 NAMES_EVERY = 20  # lines between two lines of column names
@@ -40,9 +40,7 @@ COLUMNS: tuple[tuple[str, str, int, Callable[[float], str]], ...] = (  # of a st
 
 
 class Terminal:
-    """The view of a run for who started it (train/history.py). Ranks that do not print pass enabled=False."""
-
-    name = "terminal"
+    """Shows a run to who started it: `add` is a view (train/history.py). Ranks that do not print pass enabled=False."""
 
     def __init__(self, stream: TextIO, *, enabled: bool = True) -> None:
         self._stream, self._enabled = stream, enabled
@@ -51,9 +49,8 @@ class Terminal:
         self._columns = list(COLUMNS)
         self._printed = 0  # steps
         self._known_slow: set[int] = set()  # ranks that were named
-        # How far the preparation of data, or the scan of a token file, is; may be called often.
-        self.preparing = DataWork(self, "preparing data", "prepared").show
-        self.checking = DataWork(self, "checking tokens", "checked").show
+        self.preparing = data_work(self, "preparing data", "prepared")
+        self.checking = data_work(self, "checking tokens", "checked")  # a token file is scanned
 
     def follow(self, run: RunData, title: str) -> None:
         """Show the records of a run from now on. `run` holds a record before it is shown."""
@@ -82,9 +79,6 @@ class Terminal:
         with suppress(OSError):
             print_lines(lines if self._enabled else (), self._stream)
 
-    def close(self) -> None:
-        """Nothing is left open."""
-
     def _step(self, record: Mapping[str, Any]) -> None:
         step, values = record["step"], {**record, **(record.get("moe") or {})}
         self._step_times.append(record["step_time_s"])
@@ -94,17 +88,12 @@ class Terminal:
             self._columns = [column for column in COLUMNS if column[0] in known]
         # How long the rest takes: by a median, which one slow step (a compilation) does not move.
         left = readable.duration(statistics.median_low(self._step_times) * (self._steps - step)).replace(" ", "")
-        found = [(values.get(key), words) for key, _, _, words in self._columns]
-        cells = ["-" if value is None else words(value) for value, words in found]
         digits = len(str(self._steps))
-        widths = [max(9, 2 * digits + 1), *(width for _, _, width, _ in self._columns), 8]
-        names, row = (
-            " ".join(f"{cell:>{width}}" for cell, width in zip(its, widths, strict=True))
-            for its in (
-                ["step", *(title for _, title, _, _ in self._columns), "left"],
-                [f"{step:>{digits}}/{self._steps}", *cells, left],
-            )
-        )
+        cells = [("step", max(9, 2 * digits + 1), f"{step:>{digits}}/{self._steps}")]
+        for name, title, width, words in self._columns:
+            cells.append((title, width, "-" if values.get(name) is None else words(values[name])))
+        cells.append(("left", 8, left))
+        names, row = (" ".join(f"{cell[at]:>{cell[1]}}" for cell in cells) for at in (0, 2))
         self.print(*([names] if self._printed % NAMES_EVERY == 0 else []), row)
         self._printed += 1
 
@@ -117,35 +106,33 @@ class Terminal:
         train, validation = (np.array(run.series[name].points()).reshape(-1, 4) for name in ("loss", "val_loss"))
         if len(train) > 1 and (self._stream.encoding or "utf-8").lower().startswith("utf"):
             self.print("loss: training as a line, validation as ●", *curve(train[:, :2], validation[:, :2]), "")
-        samples = run.samples.get(run.step, {}) if stopped_by is None else {}
-        for prompt, text in samples.items():
+        for prompt, text in run.samples.get(run.step, {}).items() if stopped_by is None else ():
             self.print("the model writes", *_quoted(prompt + text), "")
         longer = [word for word in shlex.split(command) if not word.startswith("train.steps=")]
-        again = ("train longer", shlex.join([*longer, f"train.steps={2 * max(run.steps, 1)}"]))
-        if stopped_by is not None:
-            again = ("continue", f"{command}   (the same command)")
+        again = ("continue", f"{command}   (the same command)")
+        if stopped_by is None:
+            again = ("train longer", shlex.join([*longer, f"train.steps={2 * max(run.steps, 1)}"]))
         self.print(*_rows([("run folder", str(run.folder)), again]))
 
 
-class DataWork:
-    """The progress of making or scanning token files."""
+def data_work(terminal: Terminal, doing: str, done: str) -> Callable[[int, int, int, int], None]:
+    """A function to call often, with bytes done and in all, documents and tokens: it tells how far the work is."""
+    began = shown = 0.0
 
-    def __init__(self, terminal: Terminal, doing: str, done: str) -> None:
-        self._print, self._doing, self._done = terminal.print, doing, done
-        self._began = self._shown = 0.0
-
-    def show(self, bytes_done: int, bytes_total: int, documents: int, tokens: int) -> None:
+    def show(bytes_done: int, bytes_total: int, documents: int, tokens: int) -> None:
+        nonlocal began, shown
         now = time.monotonic()
-        self._began, self._shown = self._began or now, self._shown or now
+        began, shown = began or now, shown or now
         counts, total = f"{several(documents, 'document')}, {tokens:,} tokens", readable.size(bytes_total)
         if bytes_done >= bytes_total > 0:
-            if self._shown < math.inf:
-                self._print(f"{self._done} {total}: {counts} in {readable.duration(now - self._began)}")
-            self._shown = math.inf
-        elif now - self._shown >= PREPARING_S:
-            self._shown = now
-            of = f" of {total}" if bytes_total else ""
-            self._print(f"{self._doing}: {readable.size(bytes_done)}{of}, {counts}")
+            if shown < math.inf:
+                terminal.print(f"{done} {total}: {counts} in {readable.duration(now - began)}")
+            shown = math.inf
+        elif now - shown >= PREPARING_S:
+            shown, of = now, f" of {total}" if bytes_total else ""
+            terminal.print(f"{doing}: {readable.size(bytes_done)}{of}, {counts}")
+
+    return show
 
 
 def what_was_learned(run: RunData, seconds: float) -> list[tuple[str, str]]:
@@ -153,14 +140,12 @@ def what_was_learned(run: RunData, seconds: float) -> list[tuple[str, str]]:
     last, (mean, newest) = run.last, (run.last.get(name, 0.0) for name in ("mean_tokens_per_s", "tokens_per_s"))
     speed = f"{readable.rate(mean)} tokens/s, in the newest steps {readable.rate(newest)}"
     rows = [("time", readable.duration(seconds)), ("speed", speed), ("tokens seen", f"{last.get('tokens', 0):,}")]
+    first, first_validation = (readable.loss(run.series[name].first) for name in ("loss", "val_loss"))
     if last:
-        first = readable.loss(run.series["loss"].first)
         rows.append(("training loss", f"{first} -> {readable.loss(last['loss'])}"))
     if run.evaluation:
-        first, (best, step) = readable.loss(run.series["val_loss"].first), run.best
-        rows.append(
-            ("validation loss", f"{first} -> {measures(run.evaluation)}, best {readable.loss(best)} at step {step}")
-        )
+        best = f"best {readable.loss(run.best[0])} at step {run.best[1]}"
+        rows.append(("validation loss", f"{first_validation} -> {measures(run.evaluation)}, {best}"))
     if bad := last.get("bad_steps"):
         rows.append(("bad steps", f"{bad}, not applied: loss or gradient was not finite"))
     return rows

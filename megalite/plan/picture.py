@@ -7,7 +7,7 @@ from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
-from megalite.config.durable_files import output_problems, picture_of, write_atomically
+from megalite.config.files import output_problems, picture_of, write_atomically
 from megalite.errors.problems import Problem, UserError, printable
 
 SETTING = "--picture"

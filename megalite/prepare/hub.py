@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from megalite.config.durable_files import private_files
+from megalite.config.files import private_files
 from megalite.data.tokenizers import first_line
 from megalite.errors.problems import Problem, UserError
 

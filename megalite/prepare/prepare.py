@@ -2,14 +2,13 @@
 
 Each part of the data becomes a token file in the cache, named by a fingerprint of its files and of the tokenizer.
 Under a file lock, the part's shards are tokenized into a work folder, one token file each, then joined there, and moved
-to their place, the index last. Whoever comes second finds the work done. Whoever comes after a kill does only the
-shards that are missing.
+to their place, the index last. A second process finds the work done. After a kill, only missing shards are made.
 """
 
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +16,16 @@ from pathlib import Path
 import xxhash
 
 from megalite.config.derive import BUILT_IN_TOKENIZERS
-from megalite.config.durable_files import open_to_append, private_files, sync_folder
+from megalite.config.files import open_to_append, private_files, read_bytes, sync_folder
 from megalite.config.schema import Config
-from megalite.config.user_files import read_bytes
 from megalite.data.open import FORMAT, Progress, TokenFiles, check_vocabulary, digest, paths_of
 from megalite.data.token_file import TokenFile, dtype_for, read_facts, with_suffix
-from megalite.data.tokenizers import TextTokenizer, bpe_tokenizer, byte_tokenizer, char_tokenizer, load_tokenizer
+from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UnavailableError, UserError, collect, collect_all, refuse
 from megalite.errors.words import of_system
-from megalite.launch.host import allow_open_files, usable_cores
+from megalite.launch.environment import allow_open_files, usable_cores
 from megalite.prepare.hub import TOKENIZER_FILES, tokenizer_folder
+from megalite.prepare.made_tokenizers import bpe_tokenizer, byte_tokenizer, char_tokenizer
 from megalite.prepare.reading import Shard, pieces
 from megalite.prepare.sources import Source, sources_of
 from megalite.prepare.tokenizing import Job, join, tokenize_shards
@@ -151,15 +150,29 @@ def _make(config: Config, targets: list[Target], progress: Progress | None, sett
             for target, plan in zip(targets, plans, strict=True)
             if not target.is_prepared
         }
-        count = _counter([job for each in jobs.values() for job in each], progress)
+        every = [job for parts in jobs.values() for job in parts]
+        total = sum(shard.size for _, shard in every)
+        done = dict[Path, Iterable[int]]()  # bytes of text, documents and tokens in the file of a shard, so far
+        for file, shard in every:
+            if is_whole(file):
+                done[file] = shard.size, read_facts(file).documents, read_facts(file).tokens
+
+        def report() -> None:
+            size, documents, tokens = map(sum, zip((0, 0, 0), *done.values(), strict=True))
+            if progress:
+                progress(min(size, total) if total else size, total, documents, tokens)
+
+        report()
         tokenizer = obtain_tokenizer(config, [*jobs], [shard for plan in plans for shard in plan])
         check_vocabulary(config, tokenizer.vocab_size)
         for target, parts in jobs.items():
             tokenizer.save(target.work / "tokenizer")
-            left = [job for job in parts if not is_whole(job[0])]
+            left = [job for job in parts if job[0] not in done]
             try:
                 workers = config.data.workers or usable_cores()
-                tokenize_shards(left, tokenizer, target.work / "tokenizer", workers, count)
+                for file, *counts in tokenize_shards(left, tokenizer, target.work / "tokenizer", workers):
+                    done[file] = counts
+                    report()
                 if not any(read_facts(file).tokens for file, _ in parts):
                     rule, found = "holds no text at all (only empty documents)", " ".join(target.source.paths)
                     raise UserError(Problem("data.path", found, rule, "give text; check data.text_column"))
@@ -173,23 +186,6 @@ def _make(config: Config, targets: list[Target], progress: Progress | None, sett
 def is_whole(shard: Path) -> bool:
     """Whether the token file of a shard is complete: a damaged part of it that somebody deletes is made again."""
     return all(with_suffix(shard, suffix).exists() for suffix in (".idx", ".bin", ".json"))
-
-
-def _counter(jobs: list[Job], progress: Progress | None) -> Callable[..., None]:
-    """A function that adds up the bytes of text, documents and tokens of the shards so far, for `progress`."""
-    total, done = sum(shard.size for _, shard in jobs), dict[Path, tuple[int, ...]]()
-
-    def count(file: Path, *counts: int) -> None:
-        done[file] = counts
-        size, documents, tokens = map(sum, zip(*done.values(), strict=True))
-        if progress:
-            progress(min(size, total) if total else size, total, documents, tokens)
-
-    for file, shard in jobs:
-        if is_whole(file):
-            done[file] = shard.size, read_facts(file).documents, read_facts(file).tokens
-    count(Path(), 0, 0, 0)
-    return count
 
 
 @contextmanager

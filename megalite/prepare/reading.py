@@ -1,8 +1,8 @@
 """Reads the documents of one shard of the text.
 
-A document comes in pieces, each followed by others of it or by None, its end, so that a text of any size passes through
-bounded memory. The pieces joined are the document, exactly: text is not stripped, and line ends are not translated. A
-row without text is its end alone. Nothing is dropped: a mistake is refused with file and row.
+A document comes in pieces, each followed by others of the same document or by None, its end, so that a text of any size
+passes through bounded memory. The pieces joined are the document, exactly: text is not stripped, and line ends are not
+translated. A row without text is its end alone. Nothing is dropped: a mistake is refused with file and row.
 
 Local files are read here and data sets of the hub by `datasets`, because it is several times slower on files and takes
 1 to 2 s to be imported in each process. One large jsonl file is work for several processes here, for one there.
@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megalite.config.user_files import refusing
-from megalite.data.cuts import PIECE, WIDE, Cut, at_line_end
+from megalite.config.files import refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError
+from megalite.prepare.cuts import Cut, behind_a_word, in_pieces
 from megalite.prepare.hub import load_dataset
 
 KINDS = {
@@ -58,7 +58,7 @@ class Shard:
     split: str = "train"
 
 
-def pieces(shard: Shard, cut: Cut = at_line_end) -> Iterator[str | None]:
+def pieces(shard: Shard, cut: Cut = behind_a_word) -> Iterator[str | None]:
     """The documents of a shard in order, in pieces that `cut` allows; UserError with file and row where one cannot be
     read."""
     if shard.kind == "text":
@@ -76,21 +76,6 @@ def pieces(shard: Shard, cut: Cut = at_line_end) -> Iterator[str | None]:
                 where = f"line {_line_number(path, place):,}" if shard.kind == "jsonl" else f"row {place:,}"
                 raise UserError(Problem(str(path), NO_VALUE, f"{where}: {error}", REPAIR, here=True)) from error
             yield from in_pieces([text], cut)
-
-
-def in_pieces(blocks: Iterable[str], cut: Cut = at_line_end) -> Iterator[str | None]:
-    """The document that the blocks are together, in pieces of about PIECE characters, and its end."""
-    buffer, sought = "", PIECE  # where to seek the next place: those before are no places
-    for block in blocks:
-        buffer, start = buffer + block, 0
-        while len(buffer) > sought and (stop := cut(buffer, sought)):
-            yield buffer[start:stop]
-            start, sought = stop, stop + PIECE
-        sought = max(sought, len(buffer) - 2 * WIDE) - start
-        buffer = buffer[start:]
-    if buffer:
-        yield buffer
-    yield None
 
 
 def opened(path: Path) -> BinaryIO:

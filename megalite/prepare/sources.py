@@ -19,8 +19,8 @@ from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 
+from megalite.config.files import refusing
 from megalite.config.schema import DataConfig
-from megalite.config.user_files import refusing
 from megalite.data.open import digest, paths_of
 from megalite.errors.problems import Problem, UserError, collect_all
 from megalite.prepare.hub import load_dataset

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import AbstractContextManager
@@ -28,16 +28,17 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megalite.config.durable_files import write_atomically
-from megalite.data.cuts import CONTEXT, PIECE
+from megalite.config.files import write_atomically
+from megalite.data.open import Progress
 from megalite.data.samples import IntArray
-from megalite.data.token_file import CODES, HEADER, MAGIC, TokenFile, dtype_for, with_suffix
+from megalite.data.token_file import CODES, HEADER, MAGIC, TokenFile, damaged, dtype_for, with_suffix
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
-from megalite.errors.problems import UserError
+from megalite.errors.problems import Problem, UserError
+from megalite.prepare.cuts import CONTEXT, PIECE, cut_for
 from megalite.prepare.reading import Shard, pieces
 
 LONGEST = 2**31 - 1  # tokens in one sequence: its length is an i32
-COPY = 8 << 20  # tokens per copy
+COPY = 8 << 20  # tokens that are copied or scanned at once
 OF_A_PIECE = 256  # characters that a piece counts for by itself: many short ones take memory, too
 
 Job = tuple[Path, Shard]  # the token file to write, and the text that it is made of
@@ -47,26 +48,20 @@ Counts = tuple[Path, int, int, int]  # a token file, and its bytes of text, docu
 tokenizer_of_worker = cache(load_tokenizer)
 
 
-def tokenize_shards(
-    jobs: list[Job], tokenizer: TextTokenizer, folder: Path, workers: int, count: Callable[..., None]
-) -> None:
-    """Do all `jobs`; `folder` holds the tokenizer for the workers."""
+def tokenize_shards(jobs: list[Job], tokenizer: TextTokenizer, folder: Path, workers: int) -> Iterator[Counts]:
+    """Do all `jobs`; what is done so far. `folder` holds the tokenizer for the workers."""
     if len(jobs) <= 1 or workers <= 1:
         for job in jobs:
-            for counts in tokenize_shard(job, tokenizer, 4 * PIECE):  # one process has all cores
-                count(*counts)
+            yield from tokenize_shard(job, tokenizer, 4 * PIECE)  # one process has all cores
         return
     context, others = multiprocessing.get_context("spawn"), multiprocessing.active_children()
     team = ProcessPoolExecutor(min(workers, len(jobs)), context, _begin)
     main = sys.modules["__main__"]
     try:
         sys.modules["__main__"] = ModuleType("__main__")  # workers do not run the user's script, which may prepare, too
-        results = [team.submit(_work, job, folder) for job in jobs]
-        for done in as_completed(results):
-            count(*done.result())
-    except (BrokenProcessPool, OSError) as error:
-        if isinstance(error, OSError) and error.errno:  # a disk's; a pool that breaks as it is handed work has none
-            raise
+        for done in as_completed([team.submit(_work, job, folder) for job in jobs]):
+            yield done.result()
+    except BrokenProcessPool as error:
         raise RuntimeError("a tokenizing process was ended (out of memory?)") from error
     finally:
         sys.modules["__main__"] = main
@@ -101,11 +96,11 @@ def tokenize_shard(job: Job, tokenizer: TextTokenizer, batch: int) -> Iterator[C
     end = np.array([] if tokenizer.end_of_document is None else [tokenizer.end_of_document], dtype=np.int64)
     size = skipped = 0  # bytes of text, in UTF-8; rows without text
     with TokenWriter(target, dtype_for(tokenizer.vocab_size)) as writer:
-        for gathered in _batches(pieces(shard, tokenizer.cut), batch):
+        for gathered in _batches(pieces(shard, cut_for(tokenizer)), batch):
             encoded = iter(_encoded(gathered, tokenizer, shard, writer.documents + skipped))
             for before, text in gathered:
                 if text is not None:
-                    size += len(text) if text.isascii() else len(text.encode())
+                    size += len(text.encode())
                     writer.add(next(encoded))
                 elif before:
                     writer.add(end)
@@ -134,19 +129,31 @@ def _batches(found: Iterable[str | None], characters: int) -> Iterator[list[Piec
 def _encoded(gathered: list[Piece], tokenizer: TextTokenizer, shard: Shard, document: int) -> list[IntArray]:
     """The ids of all pieces of text, of which the first belongs to this document of the shard; UserError with the place
     of the first that the tokenizer refuses."""
-    found = [(before, text) for before, text in gathered if text is not None]
     try:
-        return tokenizer.encode_many([text for _, text in found], [before for before, _ in found])
+        return encode_pieces(tokenizer, gathered)
     except UserError:
-        for before, text in gathered:
+        for piece in gathered:
             try:
-                tokenizer.encode_many([text or ""], [before])
+                encode_pieces(tokenizer, [piece])
             except UserError as error:
                 path = shard.paths[document if shard.kind == "text" else 0]
                 place = f"{path}: document {document + 1:,}" + (f" from {shard.start:,} on" if shard.start else "")
                 raise UserError([replace(it, rule=f"{it.rule}, in {place}") for it in error.problems]) from error
-            document += text is None
+            document += piece[1] is None
         raise
+
+
+def encode_pieces(tokenizer: TextTokenizer, gathered: list[Piece]) -> list[IntArray]:
+    """The ids of each piece of text, without those of what is before it."""
+    found = [(before, text) for before, text in gathered if text is not None]
+    encoded = tokenizer.encode_many([before + text for before, text in found])
+    for number, (before, _) in enumerate(found):
+        if before:
+            [head] = tokenizer.encode_many([before])
+            if not np.array_equal(encoded[number][: len(head)], head):
+                raise tokenizer.refusal("encodes a part of a long document otherwise than the whole")
+            encoded[number] = encoded[number][len(head) :]
+    return encoded
 
 
 class TokenWriter(AbstractContextManager["TokenWriter"]):
@@ -221,3 +228,24 @@ def join(files: Iterable[TokenFile], prefix: Path, dtype: np.dtype[Any], facts: 
         for file in files:
             writer.append(file)
         writer.finish(facts | {"xxh3_128": writer.hash.hexdigest()})
+
+
+def verify(prefix: Path, vocab_size: int | None, progress: Progress | None = None) -> TokenFile:
+    """The file, if every index entry and every token id of it is sound; else UserError naming the first broken sequence
+    or document. Without `vocab_size`, that of PREFIX.json holds. `progress`: see open.py."""
+    file = TokenFile.open(prefix)
+    size = vocab_size if vocab_size is not None else file.facts.vocab_size
+    if size is None:
+        rule = "the vocabulary size is neither given nor in a file of ours"
+        raise UserError(Problem("model.vocab_size", None, rule, "model.vocab_size=N"))
+    file.check(file.tokens.nbytes)
+    total, width, state = len(file.tokens), file.tokens.dtype.itemsize, xxhash.xxh3_128()
+    for start in range(0, total, COPY):
+        stop = min(start + COPY, total)
+        state.update(file.tokens[start:stop].data)
+        file.check_range(start, stop, size)
+        if progress:
+            progress(stop * width, total * width, file.document_at(stop - 1) + 1, stop)
+    if file.facts.xxh3_128 not in (None, state.hexdigest()):
+        raise damaged(prefix, ".bin", f"its content is not what was prepared (by its hash in {prefix.name}.json)")
+    return file

@@ -9,10 +9,9 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
@@ -24,8 +23,7 @@ from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, value_of, with_values, yaml_value
 from megalite.context_parallel.exchange import CpGroups, Waiting
 from megalite.errors.problems import Problem, UserError, collect
-from megalite.launch import startup
-from megalite.launch.context import CPU, ParallelContext, all_ranks_or_raise
+from megalite.launch.context import CPU, ParallelContext
 from megalite.launch.device import (
     check_fp8,
     choose_device,
@@ -35,6 +33,8 @@ from megalite.launch.device import (
     use_attention,
 )
 from megalite.launch.environment import ProcessEnvironment
+from megalite.launch.startup import join, meet
+from megalite.launch.watchdog import after_report_s
 from megalite.layout.buffer_layout import Kind
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.sequence import CpShard
@@ -82,11 +82,6 @@ class Training:
     clock: StepClock
 
     @property
-    def embeds(self) -> bool:
-        """Whether tokens enter the pipeline on this rank."""
-        return any(chunk.embeds for chunk in self.chunks)
-
-    @property
     def has_loss(self) -> bool:
         """Whether the pipeline ends on this rank."""
         return any(chunk.has_loss for chunk in self.chunks)
@@ -123,18 +118,11 @@ def open_context(config: Config, environment: ProcessEnvironment, store: Store |
     values = {name: value_of(config, name) for name in SETTINGS if name not in OF_A_MACHINE}
     plan = {name: yaml_value(value) for name, value in values.items() if value != SETTINGS[name].default}
     plan |= {"device": device.type, "precision": name_of(dtype), "parallel.nccl_options": str(nccl)}
-    return startup.start(
-        environment,
-        layout_of(config, environment.world_size),
-        device,
-        dtype,
-        problems=problems,
-        plan=plan,
-        timeout_s=axes.startup_timeout_s,
-        needs=needs_of(config),
-        nccl=nccl,
-        store=store,
-    )
+    timeout_s, layout = axes.startup_timeout_s, layout_of(config, environment.world_size)
+    store = meet(environment, device, problems, plan, timeout_s=timeout_s, store=store)
+    assert layout is not None, "a rank with problems has been refused"
+    place, timeout_s = (layout, environment.rank, device, dtype, store), after_report_s(timeout_s)
+    return join(*place, timeout_s=timeout_s, needs=needs_of(config), nccl=nccl)
 
 
 def needs_of(config: Config) -> GroupNeeds:
@@ -171,13 +159,12 @@ def build_training(config: Config, context: ParallelContext) -> Training:
     for chunk in chunks:
         chunk.set_main_grads({name: main_grads[name] for name in chunk.main_grad_parameters})
         chunk.before_use = gather.wait_for
-    ways: dict[Direction, dist.ProcessGroup | None]
-    ways = {"forward": context.group("pp-forward"), "backward": context.group("pp-backward")}
+    ways = {way: group for way in get_args(Direction) if (group := context.group(f"pp-{way}")) is not None}
     request = partial(ScheduleRequest, axes.schedule, axes.pp, vpp=axes.vpp, group_size=axes.microbatch_group_size)
     executor = Executor(
         chunks,
         context.coordinates["pp"],
-        {way: group for way, group in ways.items() if group is not None},
+        ways,
         lambda microbatches: build_schedule(request(microbatches)),
         partial(forward_only, axes.pp, axes.vpp),
         sync.expect_last,
@@ -217,22 +204,17 @@ def data_share(config: Config, context: ParallelContext) -> dict[str, Any]:
     return {"dp_rank": context.index("dp"), "dp_size": context.size("dp"), "sequence": sequence}
 
 
-def fill_with_start_values(buffers: TrainingBuffers, config: Config, context: ParallelContext) -> None:
-    """Parameters as the seed draws them; each rank draws what it holds."""
-    records = records_of(config, context.coordinates["pp"])
-    buffers.fill(start_values(records, config.seed, held=lambda record: buffers.places[record.name][0].shard))
-
-
-def fill_with_imported_values(
-    buffers: TrainingBuffers, read_weights: ReadWeights, config: Config, context: ParallelContext
+def fill_with_start_values(
+    buffers: TrainingBuffers, config: Config, context: ParallelContext, read_weights: ReadWeights | None = None
 ) -> None:
-    """Parameters as the folder of checkpoint.init_from holds them; each rank reads, one by one, those of its stages.
-    Routers, which a dense model lacks, start as the seed draws them."""
-    assert config.checkpoint.init_from is not None
-    records = records_of(config, context.coordinates["pp"])
-    buffers.fill(start_values((one for one in records if one.precision == "master"), config.seed))
-    names = {record.name for record in records}
-    buffers.fill(read_weights(config.checkpoint.init_from, config.model, names))
+    """Parameters of a run without a checkpoint; each rank fills what it holds. They are those of the folder of
+    checkpoint.init_from, read one by one, or as the seed draws them, like routers, which a dense model lacks."""
+    records, folder = records_of(config, context.coordinates["pp"]), config.checkpoint.init_from
+    drawn = [record for record in records if folder is None or record.precision == "master"]
+    buffers.fill(start_values(drawn, config.seed, held=lambda record: buffers.places[record.name][0].shard))
+    if folder is not None:
+        assert read_weights is not None
+        buffers.fill(read_weights(folder, config.model, {record.name for record in records}))
 
 
 ASYNC_TP, CUDA_GRAPH = "parallel.async_tp", "train.cuda_graph"
@@ -245,29 +227,25 @@ def precision_problems(config: Config, precision: str) -> list[Problem]:
     """Settings that do not go with the precision that the device has chosen (fp64, fp32, bf16 or fp16)."""
     here = f"precision=auto, which is {precision} here"
     return [
-        Problem(names[0], value_of(config, names[0]), rule.replace("{1}", here), SETTINGS[names[0]].as_default)
+        _problem(config, names[0], rule.replace("{1}", here), SETTINGS[names[0]].default)
         for names, rule in clashes(with_values(config, {"precision": precision}))
         if "precision" in names
     ]
 
 
 def cuda_problems(config: Config, device: torch.device, environment: ProcessEnvironment) -> list[Problem]:
-    """Settings for CUDA on a CPU, and parallel.async_tp where the ranks of tp cannot share memory, as far as this rank
-    can see."""
+    """Settings for CUDA on a CPU, and parallel.async_tp where the ranks of tp are on several hosts."""
     asked = [name for name, auto in OF_CUDA.items() if value_of(config, name) not in (auto, False)]
-    rule, tp, local = "needs CUDA, and this run is on a CPU", config.parallel.tp, environment.local_world_size
+    rule, local = "needs CUDA, and this run is on a CPU", environment.local_world_size
     if device.type == "cuda":
-        first = (own := device.index or 0) - own % tp
-        asked, others = [ASYNC_TP] if config.parallel.async_tp else [], {*range(first, first + tp)} - {own}
-        if local % tp or not config.parallel.order.startswith("tp"):
-            rule = f"needs all ranks of tp on one host, and {local} processes of this one do not fit"
-        elif torch.cuda.device_count() < local or not asked:  # a rank sees its own GPU alone
-            return []
-        elif far := [other for other in others if not torch.cuda.can_device_access_peer(own, other)]:
-            rule = f"needs GPUs that reach each other's memory, and GPU {own} does not reach {far}"
-        else:
-            return []
-    return [Problem(name, value_of(config, name), rule, f"{name}={yaml_value(OF_CUDA[name])}") for name in asked]
+        on_one_host = local % config.parallel.tp == 0 and config.parallel.order.startswith("tp")
+        asked = [ASYNC_TP] if config.parallel.async_tp and not on_one_host else []
+        rule = f"needs all ranks of tp on one host, and {local} processes of this one do not fit"
+    return [_problem(config, name, rule, OF_CUDA[name]) for name in asked]
+
+
+def _problem(config: Config, name: str, rule: str, remedy: Any) -> Problem:
+    return Problem(name, value_of(config, name), rule, f"{name}={yaml_value(remedy)}")
 
 
 def derive_device(config: Config, context: ParallelContext) -> Config:
@@ -275,14 +253,10 @@ def derive_device(config: Config, context: ParallelContext) -> Config:
     UserError, alike on all ranks, where one finds that parallel.async_tp=true does not work here."""
     is_cuda, group = context.device.type == "cuda", TensorGroup.of(context.group("tp"))
     async_tp = bool(config.parallel.async_tp) and group is not None
-
-    def try_products(tp: TensorGroup) -> None:
-        if why := why_products_cannot_send(tp, context.dtype, context.device):
-            rule = f"products that send do not work here: {why}"
-            raise UserError(Problem(ASYNC_TP, True, rule, f"{ASYNC_TP}=false"))
-
-    if config.parallel.async_tp and group is not None:
-        all_ranks_or_raise(context, partial(try_products, group))
+    if async_tp and group is not None:
+        why = why_products_cannot_send(group, context.dtype, context.device)
+        if whys := [why for of_rank in context.gather_json([why] if why else []) for why in of_rank]:
+            raise UserError(_problem(config, ASYNC_TP, f"products that send do not work here: {whys[0]}", False))
     compiles, graph = config.train.compile, value_of(config, CUDA_GRAPH)
     if graph is None:
         can = all(names[0] != CUDA_GRAPH for names, _ in clashes(with_values(config, {CUDA_GRAPH: True})))
@@ -293,8 +267,8 @@ def derive_device(config: Config, context: ParallelContext) -> Config:
 
 def is_small(config: Config, context: ParallelContext) -> bool:
     """Whether the host takes longer to start a microbatch than the device to compute one."""
-    train = config.train
-    peak = peak_flops(torch.cuda.get_device_name(context.device), str(context.dtype).removeprefix("torch."))
+    train, dtype = config.train, str(context.dtype).removeprefix("torch.")
+    peak = peak_flops(torch.cuda.get_device_name(context.device), dtype)
     flops = train.micro_batch_size * train.seq_length * flops_per_token(config.model, train.seq_length, causal=True)
     # Four times the host's time: at three times it a graph saved 1.2 % on an H100, and 1.4 % on an H200.
     return peak is not None and flops / (USUAL_MFU * peak) < 4 * HOST_S * config.model.num_layers

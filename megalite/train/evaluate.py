@@ -1,11 +1,8 @@
 """The worth of a model: validation metrics on a fixed set of batches, and samples of text.
 
-Validation: each rank sums loss, tokens and bytes of text over the labels that count in the loss, then all ranks add up.
-Ranks of one model compute each batch together, so a batch that one of them cannot read is refused by all before any of
-them computes it.
-
-Samples of text: the newest token's distribution, sampled and appended, one token at a time. The same weights, prompts
-and seed give the same text on any layout, up to rounding, whatever else is sampled beside it.
+Ranks of one model compute each validation batch together, so a batch that one of them cannot read is refused by all
+before any of them computes it. In a sample of text the newest token's distribution is sampled and appended, one token
+at a time. The same weights, prompt and seed give the same text on any layout, up to rounding.
 """
 
 import math
@@ -46,8 +43,8 @@ class ValidationMetrics:
 
 
 class Sums:
-    """Loss, tokens and bytes, added up on the device; nothing waits for it before `metrics`. `bytes_of_ids`: by token
-    [vocab] (data/tokenizers.py); None where not known."""
+    """Loss, tokens and bytes of text over the labels that count, added up on the device; nothing waits for it before
+    `metrics`. `bytes_of_ids`: by token [vocab] (data/tokenizers.py); None where not known."""
 
     def __init__(self, bytes_of_ids: IntArray | None, device: torch.device) -> None:
         self._bytes = None if bytes_of_ids is None else torch.from_numpy(bytes_of_ids).to(device)
@@ -135,42 +132,33 @@ def sample(
 ) -> list[list[int]]:
     """The `count` tokens that follow each of the `prompts` (of at least one token), on all ranks of a model.
 
-    A compiled model sees one shape only: `rows` windows of `seq_length` at a time. Without `rows` there are as many
-    windows as prompts, no longer than needed. Once `go_on`, asked before each token and equal on all ranks, is false,
-    no text grows any more.
+    A compiled model sees one shape only: windows of `rows` and `seq_length`. Without `rows` a window is no longer than
+    needed. Once `go_on`, asked before each token and equal on all ranks, is false, no text grows any more.
     """
-    length, at_once = seq_length, rows or max(len(prompts), 1)
+    length, pipeline, groups = seq_length, context.group("pp-forward"), training.chunks[0].context
     if rows is None:
         unit, longest = WINDOW * context.layout.tp * context.layout.cp, max(map(len, prompts), default=0) + count
         length = min(seq_length, -(-longest // unit) * unit)  # tp and cp split a window
-    texts, groups = [list(prompt) for prompt in prompts], training.chunks[0].context
-    share = CpShard() if groups is None else groups.share
+    texts, share = [list(prompt) for prompt in prompts], CpShard() if groups is None else groups.share
     with training.evaluating():
-        for group in (texts[first : first + at_once] for first in range(0, len(texts), at_once)):
-            generators = [torch.Generator().manual_seed(seed) for _ in group]
+        for text in texts:
+            dice = torch.Generator().manual_seed(seed)
             for _ in takewhile(lambda _: go_on(), range(count)):
-                window = torch.zeros((at_once, length), dtype=torch.int64)  # [b, s]
-                newest = [min(len(text), length) - 1 for text in group]  # place of the newest token
-                for row, (text, place) in enumerate(zip(group, newest, strict=True)):
-                    window[row, : place + 1] = torch.tensor(text[-length:])
+                window = torch.zeros((rows or 1, length), dtype=torch.int64)  # [b, s]
+                window[:, : len(text)] = torch.tensor(text[-length:])
                 hidden = training.executor.hidden(unscored(window).part(share).to(context.device))
-                tokens = torch.zeros(len(group), dtype=torch.int64)
+                token = torch.zeros(1, dtype=torch.int64)
                 if hidden is not None:  # the pipeline ends here
-                    tokens = _draw(training.chunks[-1], hidden, newest, generators)
-                if (pipeline := context.group("pp-forward")) is not None:
-                    tokens = tokens.to(context.device)
-                    dist.broadcast(tokens, group=pipeline, group_src=pipeline.size() - 1)
-                for text, token in zip(group, tokens.tolist(), strict=True):
-                    text.append(token)
+                    token = _draw(training.chunks[-1], hidden, min(len(text), length) - 1, dice)
+                if pipeline is not None:
+                    token = token.to(context.device)
+                    dist.broadcast(token, group=pipeline, group_src=pipeline.size() - 1)
+                text.append(int(token))
     return [text[len(prompt) :] for text, prompt in zip(texts, prompts, strict=True)]
 
 
-def _draw(end: GPT, hidden: Tensor, places: Sequence[int], generators: Sequence[torch.Generator]) -> Tensor:
-    """A token after each of the `places` of the first n rows, [n], from this rank's part of the hidden states."""
-    whole = end.whole_sequence(hidden)
-    newest = torch.stack([whole[place, row] for row, place in enumerate(places)])
-    logits = end.head_logits(newest).float().cpu()  # [n, vocabulary]
-    best, candidates = logits.topk(min(TOP_K, logits.shape[1]))
-    shares = torch.softmax(best / TEMPERATURE, dim=1)
-    drawn = [torch.multinomial(share, 1, generator=dice) for share, dice in zip(shares, generators, strict=True)]
-    return candidates.gather(1, torch.stack(drawn)).flatten()
+def _draw(end: GPT, hidden: Tensor, place: int, dice: torch.Generator) -> Tensor:
+    """The token [1] after `place` of the first row, from this rank's part of the hidden states."""
+    logits = end.head_logits(end.whole_sequence(hidden)[place, :1]).float().cpu()[0]  # [vocabulary]
+    best, candidates = logits.topk(min(TOP_K, len(logits)))
+    return candidates[torch.multinomial(torch.softmax(best / TEMPERATURE, dim=0), 1, generator=dice)]

@@ -31,25 +31,27 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from math import isinf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO, get_args
+from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args
 
 import xxhash
 
-from megalite.config.durable_files import open_to_append, write_atomically
-from megalite.config.user_files import fits, read_bytes
+from megalite.config.files import STATUS, absolute, fits, open_to_append, read_bytes, write_atomically
 from megalite.errors.problems import Problem, UserError, printable
 from megalite.errors.words import of_system
 
 if TYPE_CHECKING:
-    from megalite.train.setup import Job
+    from megalite.train.loop import Job
 
 Record = dict[str, Any]
+# Shows a run on rank 0 (terminal, report, trackers): called with each record once it is in its file. The last record of
+# a run is an event of a kind in ENDS, with the exit status; a run that another job has taken over has none.
+View = Callable[[Record], object]
 Note = Callable[[str], object]  # prints a line for the user
 StepPart = Literal["data", "forward", "backward", "exchange", "communication", "optimizer", "other"]  # of a step's time
 STEP_PARTS: tuple[StepPart, ...] = get_args(StepPart)
@@ -76,6 +78,7 @@ TYPES: dict[str, Any] = {  # of values, by name; all others of a line of metrics
     "about": list[list[str]],
     "layout": dict[str, Any],
 }
+JOB_BEGAN = "MEGALITE_JOB_BEGAN"  # a variable: seconds since the epoch
 LATEST = 1e11  # seconds since 1970: later times have no date
 IN_THE_WAY = "move it away (the checkpoints are not touched by that), or set another run_dir"
 
@@ -118,6 +121,26 @@ def _read(is_record: Callable[[Record], bool], path: Path, note: Note = lambda t
 read_metrics, read_events = partial(_read, _is_metrics), partial(_read, _is_event)
 
 
+def examine_records(job: "Job") -> tuple[int, bool, Record]:
+    """The step that the run continues from if the records hold its evaluation, else -1; whether this start has nothing
+    to do and nothing to record; the newest line of a step. UserError where the run has saved and its checkpoints are
+    gone: a new start would write over its records."""
+    step, folder = job.progress.step, job.folder.path
+    lines, events = read_metrics(folder / METRICS), read_events(folder / EVENTS)
+    if job.resumed_from is None:
+        saved = [f"a checkpoint of step {it['step']}" for it in events if it["kind"] in ("checkpoint", "resume")]
+        if saved or (lines and not events):
+            missing = f"there is no folder called step- and eight digits in {job.folder.checkpoints}"
+            rule = f"its record tells of {saved[-1] if saved else 'steps'}, but {missing}"
+            remedy = f"put the checkpoints back (is their disk mounted?), set another run_dir, or delete {folder}"
+            raise UserError(Problem("run_dir", str(folder), rule, remedy))
+        return -1, False, {}
+    job.evaluated_step = step if any(line["step"] == step and "val_loss" in line for line in lines) else -1
+    finished = job.complete and bool(events) and events[-1]["kind"] in ENDS
+    measured = [line for line in lines if "loss" in line and line["step"] <= step]
+    return job.evaluated_step, finished, measured[-1] if measured else {}
+
+
 class Seals:
     """Bytes and hash of the files of the record in a run's folder, by name: a checkpoint keeps them. A call reads what
     the files have gained since the call before."""
@@ -141,11 +164,8 @@ def changes(folder: Path, sealed: Mapping[str, Any], step: int) -> list[str]:
     for name, seal in sealed.items():
         content = read_bytes(folder / name, IN_THE_WAY)[: seal["bytes"]] if (folder / name).exists() else b""
         if xxhash.xxh3_128_hexdigest(content) != seal["hash"]:
-            lost = seal["bytes"] - len(content)
-            words.append(
-                f"{name} {f'has lost {lost:,} bytes' if lost else 'was changed'} after it was written, before the end "
-                f"of step {step:,}: its metrics may be wrong, training is not affected. A copy can take its place"
-            )
+            when = f"after it was written, before the end of step {step:,}"
+            words.append(f"{name} was changed {when}: it may show wrong numbers, training is not affected")
     return words
 
 
@@ -170,19 +190,6 @@ def open_record(path: Path, note: Note = print, *, last_step: int | None = None)
         raise UserError(Problem("run_dir", str(path), rule, of_system(error, IN_THE_WAY))) from error
 
 
-class View(Protocol):
-    """Shows a run on rank 0: the terminal, the report, trackers."""
-
-    name: str  # by which an error of the view is reported, once until it works again
-
-    def add(self, record: Record) -> None:
-        """The record is in its file. The last one of a run is an event of a kind in ENDS, with the exit status; a run
-        that another job has taken over has none."""
-
-    def close(self) -> None:
-        """No more records will come. May be repeated."""
-
-
 class RunLog:
     """The record of a run on one rank. What cannot be written (a full disk) is reported once, until it can be written
     again; it never ends the run."""
@@ -193,10 +200,10 @@ class RunLog:
         self._early: list[str] = []  # notes until the run folder is known
         self._log: TextIO | None = None
         self._files: dict[str, TextIO] = {}  # by name; empty on other ranks
-        self._views: Sequence[View] = ()
+        self._views: Mapping[str, View] = {}
         self._failing: set[str] = set()  # names of files and views that do not work now
 
-    def open(self, job: "Job", open_views: Callable[["Job", Note], Sequence[View]]) -> None:
+    def open(self, job: "Job", open_views: Callable[["Job", Note], Mapping[str, View]]) -> None:
         """Continue the record in the run's folder. UserError where that cannot be."""
         folder, context, step = job.folder.path, job.context, job.progress.step
         self._log = open_record(folder / "logs" / f"rank-{context.rank:05d}.log")
@@ -207,9 +214,9 @@ class RunLog:
         if context.rank > 0:
             return
         changed = changes(folder, job.seals, step)
-        self._files[METRICS] = open_record(folder / METRICS, self.note, last_step=step)
-        for name in (EVENTS, *([PIPELINE] if job.config.train.record_pipeline else [])):
-            self._files[name] = open_record(folder / name)
+        self._files = {METRICS: open_record(folder / METRICS, self.note, last_step=step)}
+        names = [EVENTS, *([PIPELINE] if job.config.train.record_pipeline else [])]
+        self._files |= {name: open_record(folder / name) for name in names}
         self._views = open_views(job, self.note)
         for message in changed:
             self.note(f"warning: {message}")
@@ -232,8 +239,8 @@ class RunLog:
     def add(self, record: Record) -> None:
         """Keep a record and show it."""
         self.append(EVENTS if "kind" in record else METRICS, record)
-        for view in self._views:
-            self._attempt(view.name, partial(view.add, record))
+        for name, view in self._views.items():
+            self._attempt(name, partial(view, record))
 
     def append(self, name: str, record: Record) -> None:
         """Hand a line of the file `name` to the operating system at once: killing the process does not lose it."""
@@ -242,8 +249,6 @@ class RunLog:
 
     def close(self) -> None:
         """No more records will come. May be called without `open`."""
-        for view in self._views:
-            self._attempt(view.name, view.close)
         for file in self._files.values():
             with suppress(OSError):  # what a full disk did not take was reported when it was written
                 file.close()
@@ -263,3 +268,38 @@ class RunLog:
                 self._failing.add(name)
                 reason = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
                 self.note(f"warning: {name} cannot be written for now: {reason}")
+
+
+class StatusFile:
+    """Tells the script that started this job what has become of it: a file of one JSON object, at launch.status_file.
+
+        {"state": "stopped", "step": 1200, "steps": 5000, "run_dir": "/scratch/run", "by": "SIGUSR1"}
+
+    `running`: training, or killed; `stopped`: saved, to be started again; `finished`: nothing remains; `failed`: look
+    at the log. `step` is the newest that is saved. A start that ends before it has built its model writes nothing.
+    For a batch script that exports JOB_BEGAN: steps that this start has `gained`, `start_up_s` from JOB_BEGAN on, and
+    `step_s`, the mean of these steps with saves and evaluations, null before the first save.
+    """
+
+    def __init__(self, path: str | None, run_dir: str, steps: int) -> None:
+        self._path, self._fixed = Path(absolute(path)) if path else None, {"steps": steps, "run_dir": run_dir}
+        self.state, self._first, self._step, self._trains_s = "", 0, 0, 0.0
+
+    def write(self, state: str, step: int | None = None, by: str | None = None) -> None:
+        """The state from now on, and the step if one was saved. UserError where the first one cannot be written."""
+        begins, self.state, self._step = not self.state, state, self._step if step is None else step
+        if begins:
+            self._first, self._trains_s = self._step, time.time()
+        if self._path is None:
+            return
+        status = {"state": state, "step": self._step, **self._fixed, **({"by": by} if by else {})}
+        if job_began := os.environ.get(JOB_BEGAN):
+            gained = self._step - self._first
+            status |= {"gained": gained, "start_up_s": round(self._trains_s - float(job_began), 1)}
+            status["step_s"] = round((time.time() - self._trains_s) / gained, 3) if gained else None
+        try:
+            write_atomically(self._path, (json.dumps(status) + "\n").encode(), STATUS)
+        except OSError as error:
+            if begins:  # later the script sees the old state, and the run is saved
+                self.state, remedy = "", "a file in a folder where you may write, on a disk with room"
+                raise UserError(Problem("launch.status_file", str(self._path), f"{error.strerror}", remedy)) from error

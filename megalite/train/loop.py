@@ -7,37 +7,39 @@ start makes up for the evaluation.
 """
 
 import gc
-import gzip
 import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from megalite.config.durable_files import write_atomically
+from megalite.checkpoint.run_folder import RunFolder
+from megalite.config.files import write_atomically
+from megalite.config.schema import Config
 from megalite.config.step_plan import planned_steps
 from megalite.data.batches import StepBatches, TrainBatches, validation_batches
-from megalite.errors.problems import UserError, refuse
+from megalite.data.open import OpenedData
+from megalite.errors.problems import Problem, UserError, refuse
 from megalite.errors.words import several
-from megalite.launch.context import all_ranks_or_raise
-from megalite.launch.watchdog import after_report_s
-from megalite.optim.schedule import learning_rate
+from megalite.launch.context import ParallelContext, all_ranks_or_raise
+from megalite.launch.signals import StopSignals
+from megalite.launch.watchdog import SAVES, Doing, after_report_s
 from megalite.pipeline.simulator import Span
-from megalite.train.build import data_share
+from megalite.train.build import Training, data_share
 from megalite.train.evaluate import evaluate, sample
-from megalite.train.history import PIPELINE, StepPart
-from megalite.train.metrics import Meter
+from megalite.train.history import PIPELINE, Record, RunLog, StatusFile, StepPart
+from megalite.train.metrics import Meter, lr_of
 from megalite.train.replicas import check_replicas
-from megalite.train.saving import Saver, TrainingStoppedError
-from megalite.train.setup import Job
+from megalite.train.saving import Progress, Saver, TrainingStoppedError
 from megalite.train.step import PendingMetrics, TrainStep
 
 # An accelerator runs ahead of the host: its metrics are read one step late. A CPU's are there at once.
@@ -46,23 +48,85 @@ PROFILES, ROWS = "profile", 30  # the folder in a run's, and rows of its tables
 BROKEN_OFF = "asked to stop: the {} after step {} is broken off, nothing of it is recorded"
 
 
-class Launched(NamedTuple):
-    """A step that the device works on: its metrics have not been read yet."""
+@dataclass
+class Job:
+    """One run on this rank: all that it consists of, and where it stands. The loop moves it on."""
 
-    data: StepBatches
-    lr: float = 0.0
-    metrics: PendingMetrics | None = None  # None: a step of train.skip_steps
+    config: Config
+    context: ParallelContext
+    data: OpenedData
+    folder: RunFolder
+    training: Training
+    prompts: dict[str, list[int]]  # of the samples of text, and their tokens
+    hosts: list[str]  # where each rank runs
+    log: RunLog
+    status: StatusFile
+    progress: Progress = field(default_factory=Progress)
+
+    # From the checkpoint that the run continues from, and from the records beside it.
+    resumed_from: int | None = None  # step of the checkpoint
+    tokenizer_files: dict[str, str] = field(default_factory=dict)  # name -> hash
+    seals: dict[str, Any] = field(default_factory=dict)  # of the files of the record
+    measured: Record = field(default_factory=dict)  # the newest line of a step
+    finished: bool = False  # an earlier start has done and recorded everything: this one leaves the folder as it is
+
+    # Where this start stands.
+    stop: StopSignals = field(default_factory=StopSignals)
+    stopping: bool = False  # all ranks know that one of them was asked to stop
+    problems: list[Problem] = field(default_factory=list)  # of the input that this rank has read: no step is applied
+    under_way: bool = False  # the first step is done: from now on no rank is late for a good reason
+    saving: bool = False  # training waits for a save
+    begun_step: int = 0
+    evaluated_step: int = -1  # the newest one
+
+    def go_on(self) -> bool:
+        """Whether no rank was asked to stop; collective, one small all-reduce on the host."""
+        self.stopping = self.stopping or any(self.context.gather_json([True] if self.stop.requested else []))
+        return not self.stopping
+
+    @property
+    def evaluation_interval(self) -> int:
+        """Steps between evaluations; 0: there are none."""
+        return 0 if self.data.validation is None else self.config.train.eval_interval
+
+    def owes_evaluation(self) -> bool:
+        """Whether the evaluation that is due after the newest step has not been done."""
+        step, interval = self.progress.step, self.evaluation_interval
+        due = interval > 0 and step > 0 and (step % interval == 0 or step == self.config.train.steps)
+        return due and self.evaluated_step != step
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing of the run remains to be done."""
+        return self.progress.step >= self.config.train.steps and not self.owes_evaluation()
+
+    def doing(self) -> Doing:
+        """This rank's place in training, for the watchdog."""
+        setting = "timeout_s" if self.under_way else "startup_timeout_s"
+        limit = (f"parallel.{setting}", getattr(self.config.parallel, setting))
+        if self.saving:
+            return Doing("save", "in a save", *limit, SAVES)
+        part, executor = self.training.clock.part, self.training.executor
+        words = f"step {self.begun_step}, {part}, pass {executor.at or 'none yet'}"
+        return Doing((self.begun_step, self.evaluated_step, part, executor.performed), words, *limit)
 
 
 def train(job: Job, saver: Saver) -> None:
     """All remaining steps, or as many as pass until a stop is asked for; leaves the last state saved."""
-    config, clock, launched = job.config, job.training.clock, deque[Launched]()
+    config, clock, settings = job.config, job.training.clock, job.config.train
     train_step, meter = TrainStep(job.training, config.optimizer, job.context), Meter(config, job.context, job.measured)
-    hooks, late = hooks_of(job, saver), LATENESS[job.context.device.type]
+    late, interval = LATENESS[job.context.device.type], job.evaluation_interval
+    launched = deque[tuple[StepBatches, PendingMetrics | None]]()  # steps whose metrics have not been read yet
+    hooks: list[tuple[int, bool, Callable[[int], None]]] = [  # after how many steps (0: never), at the end too, what
+        (settings.check_replicas_every, False, partial(check_replicas, job.training, job.context)),
+        (interval, interval > 0, partial(evaluate_model, job)),
+        (config.checkpoint.interval, True, saver.save),
+        (settings.sample_interval, True, partial(sample_text, job)),
+    ]
 
     def read(keep: int) -> None:
         while len(launched) > keep:
-            account(job, saver, meter, launched.popleft())
+            account(job, saver, meter, *launched.popleft())
 
     try:
         with batches_of(job) as batches:
@@ -72,14 +136,14 @@ def train(job: Job, saver: Saver) -> None:
             data = next_batch(job, batches)
             while data is not None and not job.stopping:
                 step = job.begun_step = data.planned.step
-                is_last = step == config.train.steps
+                is_last = step == settings.steps
                 due = [hook for every, at_end, hook in hooks if (at_end and is_last) or (every and step % every == 0)]
-                profiles = step in config.train.profile_steps and not data.planned.skipped
+                profiles = step in settings.profile_steps and not data.planned.skipped
                 if profiles:
                     read(keep=0)
                 with profiled_step(job, step) if profiles else nullcontext():
                     coming = next_batch(job, batches)  # now: the number of its tokens travels with this step's sums
-                    launched.append(launch(job, train_step, data, coming))
+                    launched.append((data, launch(job, train_step, data, coming)))
                     read(keep=0 if due or profiles else late)
                 for hook in due:
                     hook(step)
@@ -96,19 +160,6 @@ def train(job: Job, saver: Saver) -> None:
         raise
     job.training.gather.finish()
     saver.save_last()
-    meter.compare_ranks(job.log, job.hosts, job.progress.step)
-
-
-def hooks_of(job: Job, saver: Saver) -> list[tuple[int, bool, Callable[[int], None]]]:
-    """The functions to call with the step after every so many steps (0: never), in their order, and whether they are
-    called after the last step, too."""
-    train, interval = job.config.train, job.evaluation_interval
-    return [
-        (train.check_replicas_every, False, partial(check_replicas, job.training, job.context)),
-        (interval, interval > 0, partial(evaluate_model, job)),
-        (job.config.checkpoint.interval, True, saver.save),
-        (train.sample_interval, True, partial(sample_text, job)),
-    ]
 
 
 def batches_of(job: Job) -> TrainBatches:
@@ -125,34 +176,33 @@ def next_batch(job: Job, batches: TrainBatches) -> StepBatches | None:
         return next(batches, None)
 
 
-def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatches | None) -> Launched:
-    """Hand a step to the device; `coming` is the data of the step after it."""
+def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatches | None) -> PendingMetrics | None:
+    """Hand a step to the device; `coming` is the data of the step after it. None: a step of train.skip_steps."""
     if data.planned.skipped:
         job.training.clock.restart()  # a step that computes nothing takes no time
-        return Launched(data)
-    train, step = job.config.train, data.planned.step
-    lr = learning_rate(step - 1, job.config.lr, peak=job.config.optimizer.lr, steps=train.steps)
+        return None
+    every, step = job.config.train.record_pipeline, data.planned.step
     job.problems = job.problems or data.problems
-    is_recorded = train.record_pipeline > 0 and step % train.record_pipeline == 0
+    is_recorded = every > 0 and step % every == 0
     with job.training.executor.recording() if is_recorded else nullcontext() as spans:
         metrics = train_step(
             data.microbatches,
             data.local_tokens,
-            lr,
+            lr_of(job.config, step),
             stop=job.stop.requested is not None,
             refused=bool(job.problems),
             next_local_tokens=None if coming is None or coming.planned.skipped else coming.local_tokens,
         )
     if spans is not None:
         record_pipeline(job, step, spans)
-    return Launched(data, lr, metrics)
+    return metrics
 
 
-def account(job: Job, saver: Saver, meter: Meter, launched: Launched) -> None:
+def account(job: Job, saver: Saver, meter: Meter, data: StepBatches, pending: PendingMetrics | None) -> None:
     """Read the metrics of a step, which waits for the device, and let them count for the run. UserError on all ranks
     where the input of one was refused."""
-    (data, lr, pending), progress, train = launched, job.progress, job.config.train
-    metrics, step = None if pending is None else pending.read(), data.planned.step
+    progress, train, step = job.progress, job.config.train, data.planned.step
+    metrics = None if pending is None else pending.read()
     if metrics is not None:
         if not job.under_way:
             job.context.set_timeout(after_report_s(job.config.parallel.timeout_s))
@@ -168,7 +218,7 @@ def account(job: Job, saver: Saver, meter: Meter, launched: Launched) -> None:
         job.log.event("empty", step)
     else:
         progress.count(metrics, job.config.optimizer.min_loss_scale)
-        meter.add(metrics, data, lr)
+        meter.add(metrics, data)
         if metrics.skipped:
             words = {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "loss_scale": metrics.loss_scale}
             job.log.event("skipped", step, **words)
@@ -203,9 +253,8 @@ def evaluate_model(job: Job, step: int) -> None:
     if metrics is None:
         job.log.note(BROKEN_OFF.format("evaluation", step))
         return
-    job.evaluated_step = step
+    job.evaluated_step, seconds = step, time.perf_counter() - begin
     line = {"step": step, "tokens": job.progress.tokens, "val_loss": metrics.loss, "val_perplexity": metrics.perplexity}
-    seconds = time.perf_counter() - begin
     job.log.add(line | {"val_bits_per_byte": metrics.bits_per_byte, "eval_time_s": seconds})
 
 
@@ -215,16 +264,9 @@ def sample_text(job: Job, step: int) -> None:
     train, tokenizer = job.config.train, job.data.tokenizer
     if tokenizer is None or not job.prompts:
         return
-    texts = sample(
-        job.training,
-        job.context,
-        [*job.prompts.values()],
-        train.sample_tokens,
-        seq_length=train.seq_length,
-        seed=job.config.seed,
-        rows=train.micro_batch_size if train.compile else None,
-        go_on=job.go_on,
-    )
+    rows, prompts = train.micro_batch_size if train.compile else None, [*job.prompts.values()]
+    shape: dict[str, Any] = {"count": train.sample_tokens, "seq_length": train.seq_length, "rows": rows}
+    texts = sample(job.training, job.context, prompts, **shape, seed=job.config.seed, go_on=job.go_on)
     if any(len(text) < train.sample_tokens for text in texts):
         job.log.note(BROKEN_OFF.format("sample of text", step))
         return
@@ -235,11 +277,8 @@ def sample_text(job: Job, step: int) -> None:
 @contextmanager
 def profiled_step(job: Job, step: int) -> Iterator[None]:
     """Profile the step that happens inside, up to the reading of its metrics (train.profile_steps). Such a step waits
-    for its device and takes longer than others.
-
-    Each rank leaves two files, or a warning: `step-00000012-rank-00003.trace.json.gz`, which ui.perfetto.dev opens,
-    with the step and its parts (metrics.py) as labelled ranges, and a `.txt`, a table of the costliest operations.
-    """
+    for its device. Each rank leaves a trace for ui.perfetto.dev, with the step and its parts as labelled ranges, and a
+    table of the costliest operations, or a warning."""
     clock, cuda, label = job.training.clock, job.context.device.type == "cuda", ExitStack()
     thread, unheard = threading.get_ident(), clock.listener
 
@@ -259,14 +298,13 @@ def profiled_step(job: Job, step: int) -> Iterator[None]:
                 torch.cuda.synchronize(job.context.device)
         clock.listener = unheard
     path = job.folder.path / PROFILES / f"step-{step:08d}-rank-{job.context.rank:05d}"
+    table = record.key_averages().table(sort_by=f"self_{'device' if cuda else 'cpu'}_time_total", row_limit=ROWS)
     try:
         path.parent.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="megalite-") as folder:
-            record.export_chrome_trace(trace := f"{folder}/trace.json")
-            write_atomically(path.with_suffix(".trace.json.gz"), gzip.compress(Path(trace).read_bytes(), 5))
-        table = record.key_averages().table(sort_by=f"self_{'device' if cuda else 'cpu'}_time_total", row_limit=ROWS)
         write_atomically(path.with_suffix(".txt"), f"{table}\n".encode())
+        with tempfile.TemporaryDirectory(prefix="megalite-") as folder:
+            record.export_chrome_trace(trace := f"{folder}/trace.json.gz")
+            write_atomically(path.with_suffix(".trace.json.gz"), Path(trace).read_bytes())
+        job.log.event("profile", step, folder=str(path.parent))
     except OSError as error:
         job.log.note(f"warning: the profile of step {step} could not be kept: {error}")
-    else:
-        job.log.event("profile", step, folder=str(path.parent))

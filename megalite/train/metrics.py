@@ -3,19 +3,14 @@
 The speed is the tokens of training steps over the time of training steps by the step's clock. Evaluations, samples and
 checkpoints lie between steps and count nowhere. A step that is not applied counts, as it is computed.
 
-The clock waits for nothing. Training calls it whenever another part of the step begins (`switch`) and whenever a step
-ends (`lap`). On a CPU the clock looks at the time then. On CUDA it leaves an event in the stream: the times are the
-device's own and are read when the step is known to be done. Sums over tensor-parallel ranks happen inside layers: they
-are part of `forward` and `backward`.
-
-Ranks of one stage of the pipeline compute alike, so a rank that takes much longer than half of them has a reason of its
-own: a hot device, a busy host. A slow rank slows all of its tensor-parallel group, which stands out among other groups.
+The clock waits for nothing: on CUDA it leaves events in the stream, whose times are read when the step is known to be
+done. Sums over tensor-parallel ranks happen inside layers: they are part of `forward` and `backward`.
 """
 
 import resource
 import statistics
 import sys
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +26,7 @@ from megalite.data.batches import StepBatches
 from megalite.launch.context import ParallelContext
 from megalite.model.flops import flops_per_token, peak_flops
 from megalite.moe.balance import in_numbers
+from megalite.optim.schedule import learning_rate
 from megalite.train.history import STEP_PARTS, Record, RunLog, StepPart
 
 TimeSplit = dict[StepPart, float]  # seconds of this rank, by part of a step
@@ -55,8 +51,16 @@ class StepMetrics:
     time_split: TimeSplit = field(default_factory=NO_TIME.copy)
 
 
+def lr_of(config: Config, step: int) -> float:
+    """The learning rate of a step, counted from 1."""
+    return learning_rate(step - 1, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
+
+
 class StepClock:
-    """The clock of one rank. Time that belongs to no other part, and is not left out (`restart`), is `other`."""
+    """The clock of one rank. Training calls it whenever another part of the step begins (`switch`) and when a step ends
+    (`lap`). Time that belongs to no other part, and is not left out (`restart`), is `other`."""
+
+    part: StepPart  # where time passes now
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
@@ -65,16 +69,15 @@ class StepClock:
 
     def restart(self) -> None:
         """Leave out the time since the last step (an evaluation, a checkpoint)."""
-        self._marks: list[tuple[StepPart, Any]] = []  # the part that ended, and when
-        self._began = self._now()
-        self._begin("other")
+        self._begin_step(self._now())
 
     def switch(self, part: StepPart) -> StepPart:
         """From now on time passes in `part`. Returns the part before."""
         before = self.part
         if part != before:
             self._marks.append((before, self._now()))
-            self._begin(part)
+            self.part = part
+            self.listener(part)
         return before
 
     @contextmanager
@@ -89,9 +92,8 @@ class StepClock:
     def lap(self) -> Callable[[], TimeSplit]:
         """A step ends here. What is returned gives the seconds of the step by part: on CUDA not to be called before the
         device has come to this point."""
-        marks = [("other", self._began), *self._marks, (self.part, self._now())]
-        self._marks, self._began = [], marks[-1][1]
-        self._begin("other")
+        marks = [*self._marks, (self.part, self._now())]
+        self._begin_step(marks[-1][1])
 
         def read() -> TimeSplit:
             split = NO_TIME.copy()
@@ -101,9 +103,10 @@ class StepClock:
 
         return read
 
-    def _begin(self, part: StepPart) -> None:
-        self.part: StepPart = part  # where time passes now
-        self.listener(part)
+    def _begin_step(self, now: Any) -> None:
+        self._marks: list[tuple[StepPart, Any]] = [("other", now)]  # the part that ended, and when
+        self.part = "other"
+        self.listener("other")
 
     def _now(self) -> Any:
         if not self._cuda:
@@ -118,7 +121,7 @@ class Meter:
 
     def __init__(self, config: Config, context: ParallelContext, before: Mapping[str, Any]) -> None:
         """`before`: the newest line of a step that earlier starts have left, where the run's mean goes on; or empty."""
-        self._context, self._seq_length = context, config.train.seq_length
+        self._config, self._context, self._seq_length = config, context, config.train.seq_length
         self._run_s: float = before.get("training_s", 0.0)
         self._run_tokens: float = self._run_s * before.get("mean_tokens_per_s", 0.0)
         self._own_s: deque[float] = deque(maxlen=MOST)  # that this rank computed, by step
@@ -126,18 +129,17 @@ class Meter:
         name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
         self._peak = peak_flops(name, str(context.dtype).removeprefix("torch."))
         self._flops = [flops_per_token(config.model, self._seq_length, causal=causal) for causal in (False, True)]
-        self._compared = -1  # the newest step after which ranks were compared
         self._begin()
 
     def _begin(self) -> None:
         """Sums over the steps since the last line begin anew."""
-        self._newest: tuple[StepMetrics, int, float] | None = None  # and its number and learning rate
+        self._newest: tuple[StepMetrics, int] | None = None  # and its number
         self._steps, self._tokens, self._wait_s, self._cuts = 0, 0, 0.0, Counter[str]()
         self._split, self._routing = NO_TIME, torch.zeros(())
 
-    def add(self, metrics: StepMetrics, data: StepBatches, lr: float) -> None:
+    def add(self, metrics: StepMetrics, data: StepBatches) -> None:
         """A step is done."""
-        self._newest = metrics, data.planned.step, lr
+        self._newest = metrics, data.planned.step
         self._steps += 1
         self._tokens += data.planned.sequences * self._seq_length
         self._wait_s += data.wait_s
@@ -153,14 +155,14 @@ class Meter:
         is no step since then. `tokens` and `bad_steps` of the whole run: trained on, and not applied."""
         if self._newest is None:
             return None
-        (metrics, step, lr), seconds = self._newest, sum(self._split.values())
+        (metrics, step), seconds = self._newest, sum(self._split.values())
         self._run_s, self._run_tokens = self._run_s + seconds, self._run_tokens + self._tokens
         of_peak = None if self._peak is None else self._tokens / seconds / (self._peak * self._context.world_size)
-        line = {
+        line: Record = {
             "step": step,
             "tokens": tokens,
             "loss": metrics.loss,
-            "lr": lr,
+            "lr": lr_of(self._config, step),
             "grad_norm": metrics.grad_norm,
             "tokens_per_s": self._tokens / seconds,
             "mean_tokens_per_s": self._run_tokens / self._run_s,  # of the whole run
@@ -173,26 +175,25 @@ class Meter:
             "mfu_causal": of_peak and of_peak * self._flops[1],
             "bad_steps": bad_steps,
         }
-        moe = in_numbers(self._routing) if self._routing.ndim else None
-        of_some_runs = {"loss_scale": metrics.loss_scale, "cuts": dict(self._cuts) or None, "moe": moe}
+        line |= {} if metrics.loss_scale is None else {"loss_scale": metrics.loss_scale}
+        line |= {"cuts": dict(self._cuts)} if self._cuts else {}
+        line |= {"moe": in_numbers(self._routing)} if self._routing.ndim else {}
         self._begin()
-        return line | {name: value for name, value in of_some_runs.items() if value is not None}
+        return line
 
     def compare_ranks(self, log: RunLog, hosts: Sequence[str], step: int) -> None:
         """Record peak memory in GiB and seconds of computing in a step by rank, and which ranks are slow.
 
-        All ranks call it after the same step: one small all-gather on the host.
+        All ranks call it after the same step: one small all-gather on the host. A rank that takes much longer than half
+        of its stage has a reason of its own (a hot device, a busy host), and slows all of its tensor-parallel group.
         """
-        if step == self._compared:
-            return
-        self._compared, context = step, self._context
+        context = self._context
         own = statistics.median(self._own_s or [0.0])
         gathered = context.gather_json([round(memory_gib(context.device), 3), round(own, 6)])
         memory, compute = ([found[at] for found in gathered] for at in (0, 1))
         log.event("ranks", step, memory_gib=memory, compute_s=compute)
         stages = [context.layout.coordinates(rank)["pp"] for rank in range(context.world_size)]
-        slow = stragglers(compute, stages) if len(self._own_s) >= FEWEST else {}
-        for rank, times in slow.items():
+        for rank, times in stragglers(compute, stages).items() if len(self._own_s) >= FEWEST else ():
             # Share of a step that it is longer by.
             share = compute[rank] * (1 - 1 / times) / statistics.median(self._whole_s)
             log.event("straggler", step, rank=rank, times=round(times, 2), share=round(share, 3), host=hosts[rank])
@@ -201,12 +202,9 @@ class Meter:
 def stragglers(compute_s: Sequence[float], stages: Sequence[int]) -> dict[int, float]:
     """Ranks that take more than SLOW times the (lower) median of the ranks of their stage, and how many times as long.
     `stages`: the pipeline rank of each rank."""
-    by_stage = defaultdict[int, list[float]](list)
-    for stage, seconds in zip(stages, compute_s, strict=True):
-        by_stage[stage].append(seconds)
-    usual = {stage: statistics.median_low(of_stage) or inf for stage, of_stage in by_stage.items()}
-    times = [seconds / usual[stage] for stage, seconds in zip(stages, compute_s, strict=True)]
-    return {rank: many for rank, many in enumerate(times) if many > SLOW}
+    ranks = [*zip(compute_s, stages, strict=True)]
+    usual = {stage: statistics.median_low([each for each, at in ranks if at == stage]) or inf for stage in {*stages}}
+    return {rank: times for rank, (each, at) in enumerate(ranks) if (times := each / usual[at]) > SLOW}
 
 
 def memory_gib(device: torch.device) -> float:

@@ -1,10 +1,7 @@
 """Checks that ranks which should hold the same parameters still do.
 
-Data-parallel ranks share all parameters, and those of different optimizer replicas also their slices of masters and
-optimizer state; tensor-parallel ranks share what is not split, and some of these the key-value heads that they have in
-common; the ends of a pipeline share a tied embedding; experts are shared over edp, what balances them by all ranks of
-their layer. Ranks that drift apart train on silently with a loss curve that looks normal (bad memory, a collective gone
-wrong), so their state is compared by hash now and then.
+Ranks that drift apart train on silently with a loss curve that looks normal (bad memory, a collective gone wrong), so
+the state that they share is compared by hash now and then: see `_replicas` for who shares what.
 """
 
 from collections import Counter
@@ -40,7 +37,9 @@ def check_replicas(training: Training, context: ParallelContext, step: int) -> N
 
 
 def _replicas(training: Training, context: ParallelContext) -> Iterator[tuple[list[Tensor], dist.ProcessGroup | None]]:
-    """Tensors that all ranks of a group hold alike, by group."""
+    """Tensors that all ranks of a group hold alike, by group. Data-parallel ranks share parameters, and those of
+    different optimizer replicas also masters and state; tensor-parallel ranks what is not split, and some of them
+    key-value heads; the ends of a pipeline a tied embedding; the ranks of a layer what balances its experts."""
     buffers = training.buffers
     training.gather.finish()
     slices = [buffers.masters, *slices_of(training.optimizer.state()).values()]
@@ -62,10 +61,8 @@ def _replicas(training: Training, context: ParallelContext) -> Iterator[tuple[li
 
 
 def different_ranks(parts: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[int]:
-    """The global ranks of `group` whose `parts` differ from what most of its ranks hold; all, where no such is.
-
-    `group` is None where there are no replicas. The answer is the same on all ranks of the group.
-    """
+    """The global ranks of `group` whose `parts` differ from what most of its ranks hold; all, where no such is. None
+    where there is no group. The answer is the same on all ranks of the group."""
     if group is None or not parts:
         return []
     mine = torch.stack([content_hash(part.flatten()) for part in parts])

@@ -1,72 +1,42 @@
-"""One run on this rank, from its settings to its exit status."""
+"""One run on this rank, from its settings to its exit status.
+
+It is set up in the order in which mistakes are cheapest to report: process groups -> data -> settings that follow from
+both -> run folder -> model, buffers, optimizer -> state of the newest checkpoint -> records. What one rank finds wrong,
+all ranks refuse together. Then it trains (loop.py), and records how it ended.
+"""
 
 import gc
-import json
 import math
-import os
 import socket
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from megalite.config.durable_files import STATUS, private_files, write_atomically
+from megalite.checkpoint.reading import newest
+from megalite.checkpoint.run_folder import RunFolder, keep_tokenizer, require_room
+from megalite.config.files import private_files
+from megalite.config.layout import exchange_of
 from megalite.config.schema import Config
-from megalite.config.user_files import absolute
-from megalite.data.open import TokenFiles, note_changed_files
+from megalite.config.settings import DERIVED, OPEN, as_plain, value_of, with_values
+from megalite.data.open import OpenedData, TokenFiles, note_changed_files, open_data
 from megalite.errors.problems import Problem, UserError, collect, to_stderr
 from megalite.errors.words import several
-from megalite.launch.context import ParallelContext, all_ranks_or_raise
-from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.host import end_compile_workers
+from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
+from megalite.launch.device import slow_precision
+from megalite.launch.environment import ProcessEnvironment, end_compile_workers
 from megalite.launch.signals import StopSignals, stop_request
 from megalite.launch.watchdog import Doing, Watchdog, find_cause, is_broken_link
-from megalite.train.build import ReadWeights, open_context
-from megalite.train.history import Note, RunLog, View
-from megalite.train.loop import train
-from megalite.train.saving import Saver, TrainingStoppedError
-from megalite.train.setup import Job, open_training_data, set_up
+from megalite.train.build import ReadWeights, build_training, derive_device, fill_with_start_values, open_context
+from megalite.train.evaluate import prompts_of
+from megalite.train.history import Note, RunLog, StatusFile, View, examine_records
+from megalite.train.loop import Job, train
+from megalite.train.saving import Saver, TrainingStoppedError, restore, state_bytes
 
-JOB_BEGAN = "MEGALITE_JOB_BEGAN"  # seconds since the epoch
 NEWS_S = 1.0  # the signal that ended another rank's start reaches this rank too, which then reports no error
-
-
-class StatusFile:
-    """Tells the script that started this job what has become of it: a file of one JSON object, at launch.status_file.
-
-        {"state": "stopped", "step": 1200, "steps": 5000, "run_dir": "/scratch/run", "by": "SIGUSR1"}
-
-    `running`: training, or killed; `stopped`: ended on request, saved, to be started again; `finished`: nothing
-    remains; `failed`: look at the log. `step` is the newest that is saved. A start that ends before it has built its
-    model writes nothing. For a batch script that exports JOB_BEGAN: steps that this start has `gained`, `start_up_s`
-    from JOB_BEGAN on, and `step_s`, the mean of these steps with saves and evaluations, null before the first save.
-    """
-
-    def __init__(self, path: str | None, run_dir: Path, steps: int) -> None:
-        self._path, self._fixed = Path(absolute(path)) if path else None, {"steps": steps, "run_dir": str(run_dir)}
-        self.state, self._first, self._step, self._trains_s = "", 0, 0, 0.0
-
-    def write(self, state: str, step: int | None = None, by: str | None = None) -> None:
-        """The state from now on, and the step if one was saved. UserError where the first one cannot be written."""
-        begins, self.state, self._step = not self.state, state, self._step if step is None else step
-        if begins:
-            self._first, self._trains_s = self._step, time.time()
-        if self._path is None:
-            return
-        status = {"state": state, "step": self._step, **self._fixed, **({"by": by} if by else {})}
-        if job_began := os.environ.get(JOB_BEGAN):
-            gained = self._step - self._first
-            status |= {"gained": gained, "start_up_s": round(self._trains_s - float(job_began), 1)}
-            status["step_s"] = round((time.time() - self._trains_s) / gained, 3) if gained else None
-        try:
-            write_atomically(self._path, (json.dumps(status) + "\n").encode(), STATUS)
-        except OSError as error:
-            if begins:  # later the script sees the old state, and the run is saved
-                self.state, remedy = "", "a file in a folder where you may write, on a disk with room"
-                raise UserError(Problem("launch.status_file", str(self._path), f"{error.strerror}", remedy)) from error
 
 
 class Companions(NamedTuple):
@@ -77,7 +47,7 @@ class Companions(NamedTuple):
     read_weights: ReadWeights  # reads the folder of checkpoint.init_from
     look_at_nodes: Callable[[ParallelContext, Path], Sequence[str]]  # for launch.preflight; lines, on rank 0
     say: Note  # prints a line for the user, on rank 0
-    open_views: Callable[[Job, Note], Sequence[View]]  # on rank 0
+    open_views: Callable[[Job, Note], Mapping[str, View]]  # by name, on rank 0
     about: Callable[[Job], dict[str, Any]]  # fields of the event of a start, on rank 0
 
 
@@ -90,7 +60,7 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
         collect(lambda: companions.examine(config), problems)
         raise UserError(problems)
     run_dir, minutes = Path(config.run_dir), config.train.max_minutes
-    status = StatusFile(config.launch.status_file if context.rank == 0 else None, run_dir, config.train.steps)
+    status = StatusFile(config.launch.status_file if context.rank == 0 else None, str(run_dir), config.train.steps)
     limit = ("parallel.startup_timeout_s", config.parallel.startup_timeout_s)
     start_up = Doing("start-up", "start-up", *limit, math.inf)  # a day of tokens to prepare, for example
     hosts = [host for (host,) in context.gather_json([socket.gethostname()])]
@@ -104,23 +74,29 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
                     log.note(f"preflight: {line}")
             data = open_training_data(config, context, environment, companions.prepare)
             with private_files():
-                job = set_up(config, context, data, companions.read_weights, log, hosts)
-                open_record(job, status, companions)
+                job = set_up(config, context, data, companions, log, status, hosts)
                 if job.finished:
                     return 0
-                saver = Saver(job, lambda step: status.write("running", step))
+                saver = Saver(job)
                 left_s = None if minutes is None else began + 60 * minutes - time.monotonic()
                 with stop_request(left_s, "train.max_minutes") as job.stop:
-                    return train_to_the_end(job, saver, status, watchdog)
+                    watchdog.doing = job.doing
+                    gc.collect()
+                    gc.freeze()
+                    gc.disable()
+                    train(job, saver)
+                    watchdog.stop()  # views may take their time, and other ranks have ended
+                    return record_end(job, saver)
     except Exception as error:
-        failed = not isinstance(error, UserError)
-        if failed:
-            report_cause(error, context, job)
-        if failed and saver is not None:
-            saver.close()
-        raise
+        failed = not isinstance(error, UserError | TrainingStoppedError)
+        with private_files():
+            record_failure(error, context, job, saver)
+        if not isinstance(error, TrainingStoppedError):
+            raise
+        return 1
     finally:
         ended = StopSignals.now is not None and StopSignals.now.ended
+        gc.enable()
         end_compile_workers()
         log.close()
         if status.state == "running":
@@ -130,73 +106,124 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
         context.close(failed=failed or ended)
 
 
-def open_record(job: Job, status: StatusFile, companions: Companions) -> None:
-    """Open the files that tell of this start; where nothing is left to do, say so. A refusal leaves no new folder."""
-    step, context, log = job.progress.step, job.context, job.log
+def open_training_data(
+    config: Config, context: ParallelContext, environment: ProcessEnvironment, prepare: Callable[[Config], TokenFiles]
+) -> OpenedData:
+    """The data of the run: prepared by the first rank of every node, under a lock, then opened by all."""
+    first_of_node = not environment.local_rank  # unknown: all ask, the lock lets one of them work
+    made = all_ranks_or_raise(context, lambda: prepare(config) if first_of_node else None, patient=True)
+    # Other ranks find the files made; where the text has changed meanwhile they make their own, and are refused below.
+    data = all_ranks_or_raise(context, lambda: open_data(config, made or prepare(config)), patient=True)
+    others = {fingerprint: rank for rank, [fingerprint] in enumerate(context.gather_json([data.fingerprint]))}
+    if len(others) > 1:  # the same on every rank, so that all refuse
+        rule = f"ranks {' and '.join(map(str, sorted(others.values())))} find different data at this place"
+        raise UserError(Problem("data.path", config.data.path, rule, "give every node the same files"))
+    return data
+
+
+def set_up(
+    config: Config,
+    context: ParallelContext,
+    data: OpenedData,
+    companions: Companions,
+    log: RunLog,
+    status: StatusFile,
+    hosts: list[str],
+) -> Job:
+    """The run on this rank: new, imported, or from the newest checkpoint in its folder, and its records open."""
+    vocabulary = {"model.vocab_size": config.model.vocab_size or data.vocab_size}
+    config = derive_device(with_values(config, vocabulary), context)
+    prompts = all_ranks_or_raise(context, lambda: prompts_of(config, data))
+    folder = RunFolder(Path(config.run_dir), context, config.resume, as_plain(config), data.fingerprint)
     try:
-        all_ranks_or_raise(context, lambda: status.write("running", step))
-        if job.finished:
-            status.write("finished")
-            job.folder.withdraw()
-            log.note(f"already finished: step {step} of {job.config.train.steps}")
-            return
-        all_ranks_or_raise(context, lambda: log.open(job, companions.open_views))
+        notes = [*config.told, *folder.changes, slow_precision(context.dtype, context.device)]
+        if config.train.fp8 is not None and context.device.type == "cpu":
+            notes.append("a CPU imitates fp8: it rounds as a GPU does, and steps take longer than without train.fp8")
+        if config.parallel.cp > 1:
+            exchange = exchange_of(config)
+            notes.append(f"the ranks of a sequence exchange keys by {exchange.name}: {exchange.why}")
+        for line in filter(None, notes):
+            log.note(line)
+        training = build_training(config, context)
+        job = Job(config, context, data, folder, training, prompts, hosts, log, status)
+        if (found := newest(folder.checkpoints, context, log.note)) is not None:
+            restore(job, found)
+        else:
+            read = companions.read_weights
+            all_ranks_or_raise(context, lambda: fill_with_start_values(training.buffers, config, context, read))
+        job.begun_step = job.progress.step
+        job.evaluated_step, job.finished, job.measured = rank0_broadcast(context, lambda: examine_records(job))
+        if not job.finished:
+            if job.progress.step < config.train.steps:
+                size = state_bytes(training, context)
+                rank0_broadcast(context, lambda: require_room(folder.checkpoints, size))
+            derived = [name for name in config.derived if value_of(config, name) not in OPEN]
+            rank0_broadcast(context, lambda: folder.begin(as_plain(config) | {DERIVED: derived}))
+        if (tokenizer := data.tokenizer) is not None:  # mended even if the run is over
+            known, path = job.tokenizer_files, folder.path
+            job.tokenizer_files = rank0_broadcast(context, lambda: keep_tokenizer(path, tokenizer.files(), known))
+        open_record(job, companions)
     except UserError:
-        job.folder.withdraw()
+        folder.withdraw()
         raise
+    except BaseException:
+        folder.close()  # nobody else will: the job does not exist
+        raise
+    return job
+
+
+def open_record(job: Job, companions: Companions) -> None:
+    """Open the files that tell of this start; where nothing is left to do, say so."""
+    step, context, log, train = job.progress.step, job.context, job.log, job.config.train
+    all_ranks_or_raise(context, lambda: job.status.write("running", step))
+    if job.finished:
+        job.status.write("finished")
+        job.folder.withdraw()
+        log.note(f"already finished: step {step} of {train.steps}")
+        return
+    all_ranks_or_raise(context, lambda: log.open(job, companions.open_views))
     if context.rank == 0:  # the others ask neither git nor the packages for their versions
         note_changed_files([part.file for part in job.data.train.parts], job.folder.path, log.note)
         log.event("start" if job.resumed_from is None else "resume", step, **companions.about(job))
-        if job.config.train.sample_interval > 0 and job.config.train.sample_tokens > 0 and not job.prompts:
+        if train.sample_interval > 0 and train.sample_tokens > 0 and not job.prompts:
             log.note("no samples of text: the tokenizer of these tokens is not known")
 
 
-def train_to_the_end(job: Job, saver: Saver, status_file: StatusFile, watchdog: Watchdog) -> int:
-    """Train, and say how it ended: the exit status."""
-    gc.collect()
-    gc.freeze()
-    gc.disable()
-    words: list[str] = []
-    try:
-        watchdog.doing = job.doing
-        train(job, saver)
-    except Exception as error:
-        job.log.write(f"failed at step {job.progress.step + 1}\n{traceback.format_exc()}", "ERROR")
-        is_known = isinstance(error, TrainingStoppedError)  # to all ranks, and its message says all
-        if is_known:
-            saver.close()
-        if not (is_known and job.folder.lost()):  # else it is another job's
-            message = str(error) if is_known or isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-            status = 2 if isinstance(error, UserError) else 1
-            job.log.event("failed", job.progress.step, status=status, message=message)
-        if not is_known:  # a UserError is said by the launcher
-            raise
-        words.append(f"stopped: {error}")
-    else:
-        watchdog.stop()  # views may take their time, and other ranks have ended
-        words += end_of(job, saver, status_file)
-    finally:
-        watchdog.stop()
-        gc.enable()
-    for line in words if job.context.rank == 0 else ():
-        to_stderr(f"megalite: {line}")
-    return 0 if status_file.state in ("stopped", "finished") else 1
-
-
-def end_of(job: Job, saver: Saver, status_file: StatusFile) -> list[str]:
-    """Record how training ended; what the user must know of it."""
-    step, words = job.progress.step, list[str]()
+def record_end(job: Job, saver: Saver) -> int:
+    """Record how training ended, and say what the user must know of it: the exit status."""
+    step, words, saved_step = job.progress.step, list[str](), saver.saved_step
     by = job.stop.requested or "a signal to another rank" if job.stopping and not job.complete else None
-    saved = saver.saved_step == step
-    status_file.write(("stopped" if by else "finished") if saved else "failed", by=by)
-    job.log.event("stopped" if by else "finished", step, status=int(not saved), **({"by": by} if by else {}))
-    if not saved:
-        kept = "there is no checkpoint" if saver.saved_step is None else f"the newest is of step {saver.saved_step}"
+    kind, status = "stopped" if by else "finished", int(saved_step != step)
+    job.status.write("failed" if status else kind, by=by)
+    job.log.event(kind, step, status=status, **({"by": by} if by else {}))
+    if status:
+        kept = "there is no checkpoint" if saved_step is None else f"the newest is of step {saved_step}"
         words.append(f"the state of step {step} is not saved; {kept}")
     if count := job.progress.bad_steps_in_a_row:
         bad = f"{several(count, 'bad step')}: loss or gradient was not finite, nothing was applied"
         words.append(f"the run ends with {bad}. {saver.advise()}.")
-    return words
+    for line in words if job.context.rank == 0 else ():
+        to_stderr(f"megalite: {line}")
+    return status
+
+
+def record_failure(error: Exception, context: ParallelContext, job: Job | None, saver: Saver | None) -> None:
+    """Record what ended this start, and say it on stderr. A UserError is said by the launcher. What a
+    TrainingStoppedError says is known to all ranks, and its message says all."""
+    is_known, is_refusal = isinstance(error, TrainingStoppedError), isinstance(error, UserError)
+    if is_known and saver is not None:
+        saver.close()
+    if job is not None:
+        job.log.write(f"failed at step {job.progress.step + 1}\n{traceback.format_exc()}", "ERROR")
+        if not (is_known and job.folder.lost()):  # else the record is another job's
+            message = str(error) if is_known or is_refusal else f"{type(error).__name__}: {error}"
+            job.log.event("failed", job.progress.step, status=2 if is_refusal else 1, message=message)
+    if is_known and context.rank == 0:
+        to_stderr(f"megalite: stopped: {error}")
+    elif not is_known and not is_refusal:
+        report_cause(error, context, job)
+        if saver is not None:
+            saver.close()
 
 
 def report_cause(error: Exception, context: ParallelContext, job: Job | None) -> None:

@@ -6,9 +6,6 @@ and a handful of numbers. Learning rate, data order and dropout masks are functi
 When a save fails, training goes on, and the last checkpoint stays. A run whose weights or moments are not finite has
 failed and is not saved. Finite weights are trusted only after a later step was applied, because that step's loss was
 computed with them. The newest checkpoint of trusted weights is never deleted.
-
-With `checkpoint.async` a save goes on behind the training until the next one, or the end of the run, waits for it.
-Fatal errors are raised only there, at the same step on all ranks; other results are reported at once.
 """
 
 import time
@@ -23,27 +20,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.background import BackgroundSaves
 from megalite.checkpoint.commit import STATE, committed
-from megalite.checkpoint.pieces import Piece, boxes
+from megalite.checkpoint.manifest import Piece, boxes
 from megalite.checkpoint.reading import Found
 from megalite.checkpoint.run_folder import RunFolder
-from megalite.checkpoint.store import CheckpointError, Saved, save
-from megalite.config.schema import Config
+from megalite.checkpoint.store import BackgroundSaves, CheckpointError, Saved, save
+from megalite.config.files import as_record
 from megalite.config.settings import as_plain
-from megalite.config.user_files import as_record
+from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext, rank0_broadcast
 from megalite.layout.buffer_layout import OwnedRange
-from megalite.model.parameters import gpt_parameters
 from megalite.model.routers import Routers
 from megalite.optim.optimizer import slices_of
-from megalite.optim.rank_buffers import bytes_of_element
 from megalite.train.build import Training
 from megalite.train.history import Seals
 from megalite.train.metrics import StepMetrics
 
 if TYPE_CHECKING:
-    from megalite.train.setup import Job
+    from megalite.train.loop import Job
 
 ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dtype: a resume rounds masters anew
 
@@ -98,6 +92,27 @@ class SavedState:
         return as_record(cls, found.state, found.path / STATE)
 
 
+def restore(job: "Job", found: Found) -> None:
+    """The state of a checkpoint, whatever layout wrote it; collective."""
+    if (origin := found.manifest.about.get("run_id", job.folder.run_id)) != job.folder.run_id:
+        rule = f"it is of run {origin}, and the folder is that of run {job.folder.run_id}"
+        remedy = "take it out of this folder; to continue its run, copy the whole run folder and set run_dir to it"
+        raise UserError(Problem(str(found.path), "of another run", rule, remedy))
+    state, training = SavedState.of(found), job.training
+    found.read_into(training_pieces(training), unread=lambda name: name.startswith(f"{ROUNDED}."))
+    training.cast_and_gather_params()
+    if training.loss_scale is not None and state.loss_scale is not None:  # not if it was no fp16 run
+        training.loss_scale.state.copy_(torch.tensor(state.loss_scale))
+    job.resumed_from, job.progress, job.tokenizer_files = found.step, state.progress, state.tokenizer
+    job.seals = state.record
+    before, now, consumed = state.config["train"]["seq_length"], job.config.train.seq_length, state.progress.samples
+    if before != now:
+        job.progress.samples = -(-consumed * before // now)  # rounded up, so that no token comes twice
+        over = job.progress.samples * now - consumed * before
+        words = f"{consumed * before:,} tokens of its order; {over:,} are passed over"
+        job.log.note(f"the data goes on behind the first {words}")
+
+
 def training_pieces(training: Training) -> list[Piece]:
     """Every tensor that a resumed run needs, as pieces over this rank's slices of the live buffers."""
     buffers, state = training.buffers, training.optimizer.state()
@@ -118,14 +133,11 @@ def not_finite(pieces: Sequence[Piece]) -> list[str]:
     return [piece.name for piece, fine in zip(held, extremes.isfinite().all(dim=1).tolist(), strict=True) if not fine]
 
 
-def state_bytes(config: Config) -> int:
-    """Bytes of those tensors, of all ranks together: what a checkpoint needs on disk, but for a few KiB."""
-    total = 0
-    for record in gpt_parameters(config.model):
-        kind = {"matrix": record.stacked is not None, "master_precision": record.precision == "master"}
-        element = bytes_of_element(config.precision, config.optimizer, **kind)
-        total += record.numel * (element.parameters + element.masters + element.optimizer)
-    return total
+def state_bytes(training: Training, context: ParallelContext) -> int:
+    """On rank 0 the bytes that a checkpoint needs on disk, but for a few KiB; collective."""
+    own = [[piece.name, prod(piece.logical_shape) * piece.tensor.element_size()] for piece in training_pieces(training)]
+    whole = {name: size for of_rank in context.gather_json(own, to_first=True) for name, size in of_rank}
+    return sum(whole.values())
 
 
 def owned_pieces(prefix: str, owned: Iterable[OwnedRange], slices: Sequence[Tensor]) -> Iterator[Piece]:
@@ -145,13 +157,13 @@ class TrainingStoppedError(RuntimeError):
 
 
 class Saver:
-    """Writes the checkpoints of one run."""
+    """Writes the checkpoints of one run. With `checkpoint.async` a save goes on behind the training until the next one,
+    or the end of the run, waits for it: an error that ends the run is raised only there, at the same step on all ranks.
+    """
 
-    def __init__(self, job: "Job", saved: Callable[[int], object]) -> None:
-        """`saved` is called with the step of each checkpoint that is complete."""
-        self._job, self._saved, self._seals = job, saved, Seals(job.folder.path)
-        self.saved_step = job.resumed_from  # of the newest complete checkpoint, when no save is under way
-        self._tried_step = job.resumed_from
+    def __init__(self, job: "Job") -> None:
+        self._job, self._seals = job, Seals(job.folder.path)
+        self.saved_step = self._tried_step = job.resumed_from  # the newest complete one, once no save is under way
         self._background = BackgroundSaves(job.context) if job.config.checkpoint.asynchronous else None
         if self._background is not None:
             job.training.optimizer.before_change = self._background.before_change
@@ -210,15 +222,25 @@ class Saver:
             log.event("checkpoint_failed", self._job.progress.step, message=str(error))
             return
         self.saved_step = step
-        self._saved(step)
+        self._job.status.write("running", step)
         seconds, stall_s = round(saved.seconds, 3), round(saved.stall_s, 3)
         log.event("checkpoint", step, bytes=saved.bytes, seconds=seconds, stall_s=stall_s)
 
     def _writer(self, step: int) -> Callable[[Sequence[Piece], ParallelContext], Saved]:
         """The function that writes the checkpoint of this very step, whenever it is called."""
-        folder, keep, applied = self._job.folder, self._job.config.checkpoint.keep, self._job.progress.last_applied
-        seals = {"record": self._seals()} if self._job.context.rank == 0 else {}
-        state = asdict(state_of(self._job)) | seals
+        job, folder, applied = self._job, self._job.folder, self._job.progress.last_applied
+        scale, layout, keep = job.training.loss_scale, job.context.layout, job.config.checkpoint.keep
+        plain = asdict(
+            SavedState(
+                job.progress,
+                DataState(job.data.fingerprint, job.data.description),
+                as_plain(job.config),
+                loss_scale=None if scale is None else scale.state.tolist(),
+                tokenizer=job.tokenizer_files,
+                record=self._seals() if job.context.rank == 0 else {},
+                layout={axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "world_size")},
+            )
+        )
         how: dict[str, Any] = {"labels": folder.labels, "lost": folder.lost, "good_before": applied}
 
         def write(pieces: Sequence[Piece], context: ParallelContext) -> Saved:
@@ -227,7 +249,7 @@ class Saver:
                 words = f"the state after step {step} is not finite ({ruined[0]}), so it is not saved"
                 raise TrainingStoppedError(f"{words}. {advice(folder, context, applied)}.")
             try:
-                return save(folder.checkpoints, step, pieces, state, context, keep, **how)
+                return save(folder.checkpoints, step, pieces, plain, context, keep, **how)
             except CheckpointError:
                 if why := context.broadcast_object(folder.lost()):
                     words = f"the checkpoint of step {step} was not saved, and this job has ended"
@@ -250,16 +272,3 @@ def advice(folder: RunFolder, context: ParallelContext, applied: int) -> str:
 
     words = "Try a lower optimizer.lr, a longer lr.warmup_steps, a smaller optimizer.clip_grad, precision=fp32"
     return f"{rank0_broadcast(context, kept)}. {words}, or look at the data of these steps"
-
-
-def state_of(job: "Job") -> SavedState:
-    """The JSON part of a checkpoint."""
-    scale, layout = job.training.loss_scale, job.context.layout
-    return SavedState(
-        job.progress,
-        DataState(job.data.fingerprint, job.data.description),
-        as_plain(job.config),
-        loss_scale=None if scale is None else scale.state.tolist(),
-        tokenizer=job.tokenizer_files,
-        layout={axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "world_size")},
-    )

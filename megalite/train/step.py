@@ -30,34 +30,20 @@ class PendingMetrics:
     def __init__(self, numbers: Sequence[Tensor], routing: Tensor, lap: Callable[[], TimeSplit], *, fp16: bool) -> None:
         """`numbers`: the first fields of StepMetrics, 0-d fp64 each. `routing`: the last, on the device, maybe empty.
         `lap`: this rank's times, to be read once, after them."""
-        self._lap, self._fp16 = lap, fp16
-        self._done: torch.cuda.Event | None = None
-        self._count, self._table = len(numbers), routing.shape
-        self._numbers = torch.cat([torch.stack(list(numbers)), routing.flatten()])
-        if self._numbers.is_cuda:
-            on_device = self._numbers
-            pinned = torch.empty(on_device.shape, dtype=torch.float64, pin_memory=True)
-            self._numbers = pinned.copy_(on_device, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record()
+        self._lap, self._fp16, self._count, self._table = lap, fp16, len(numbers), routing.shape
+        on_device = torch.cat([torch.stack(list(numbers)), routing.flatten()])
+        self._numbers = on_device.to("cpu", non_blocking=True)  # into pinned memory
+        self._done = torch.cuda.current_stream().record_event() if on_device.is_cuda else None
 
     def read(self) -> StepMetrics:
         """Waits until the step is done."""
         if self._done is not None:
             self._done.synchronize()
         numbers, routing = self._numbers[: self._count].tolist(), self._numbers[self._count :].view(self._table)
-        loss, grad_norm, tokens, skipped, stop, refused, scale = numbers
-        return StepMetrics(
-            loss=loss,
-            grad_norm=grad_norm,
-            batch_tokens=int(tokens),
-            skipped=skipped > 0,
-            stop=stop > 0,
-            refused=refused > 0,
-            loss_scale=scale if self._fp16 else None,
-            routing=routing if len(routing) else None,
-            time_split=self._lap(),
-        )
+        loss, grad_norm, tokens, *flags, loss_scale = numbers
+        skipped, stop, refused = (flag > 0 for flag in flags)
+        of_fp16, of_experts = loss_scale if self._fp16 else None, routing if len(routing) else None
+        return StepMetrics(loss, grad_norm, int(tokens), skipped, stop, refused, of_fp16, of_experts, self._lap())
 
 
 class TrainStep:
@@ -69,7 +55,8 @@ class TrainStep:
         self._data_parallel = context.group("dp-cp")
         self._world = context.group("world")
         self._partial_gradients = partial_gradients(training.buffers, context)
-        self._counted_gradients = owned_for_norm(training.buffers, training.replicas, embeds=training.embeds)
+        embeds = any(chunk.embeds for chunk in training.chunks)
+        self._counted_gradients = owned_for_norm(training.buffers, training.replicas, embeds=embeds)
         self._counts_loss = training.has_loss and context.index("tp") == 0  # the ranks of tp compute the same one
         self._zero = torch.zeros((), dtype=torch.float64, device=training.buffers.device)
         self._lr = torch.zeros_like(self._zero)

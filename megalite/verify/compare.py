@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from megalite.checkpoint.commit import CHECKPOINTS
-from megalite.checkpoint.manifest import DTYPES
-from megalite.checkpoint.pieces import Piece
+from megalite.checkpoint.manifest import DTYPES, Piece
 from megalite.checkpoint.reading import newest
 from megalite.config.schema import OptimizerConfig
 from megalite.launch.context import ParallelContext

@@ -62,13 +62,18 @@ ROWS = [
     Row(
         "a number of ranks and no rank",
         "",
-        ["RANK=null: not set", "torchrun --nproc-per-node N", "unset RANK, WORLD_SIZE"],
+        ["RANK=null: must be a whole number from 0 to ", "torchrun --nproc-per-node N", "unset RANK, WORLD_SIZE"],
         variables={"WORLD_SIZE": "2", **RENDEZVOUS},
     ),
     Row(
         "no place to meet",
         "",
-        ["2 problems", "MASTER_ADDR=null: not set", "torchrun", "MASTER_PORT=null: not set"],
+        [
+            "2 problems",
+            "MASTER_ADDR=null: must be the host of rank 0",
+            "torchrun",
+            "MASTER_PORT=null: must be a whole number",
+        ],
         variables={"RANK": "0", "WORLD_SIZE": "2"},
     ),
     Row(
@@ -178,7 +183,7 @@ def other_processors(patch: pytest.MonkeyPatch, last: bool) -> list[str]:
 
 
 def fewer_gpus_than_ranks(patch: pytest.MonkeyPatch, last: bool) -> list[str]:
-    patch.setattr("megalite.launch.rendezvous.gpu_id", lambda device: "GPU-0")
+    patch.setattr("megalite.launch.startup.gpu_id", lambda device: "GPU-0")
     return []
 
 

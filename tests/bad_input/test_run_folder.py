@@ -12,8 +12,8 @@ import pytest
 import xxhash
 
 import pretrain_gpt
-from megalite.config.durable_files import OWN
-from megalite.observe.report.write import write_report
+from megalite.config.files import OWN
+from megalite.observe.report.page import write_report
 from megalite.train.history import read_events
 from tests.bad_input.launching import SMALL, TOKENS, copy_of_run, refused, tree, write_corpus
 
@@ -123,8 +123,8 @@ def lose_the_end(path: Path) -> None:
     ("name", "harm", "words"),
     [
         ("metrics.jsonl", flip_a_loss, "was changed after it was written, before the end of step 4"),
-        ("events.jsonl", lose_the_end, "bytes after it was written"),
-        ("metrics.jsonl", Path.unlink, "bytes after it was written"),
+        ("events.jsonl", lose_the_end, "was changed after it was written"),
+        ("metrics.jsonl", Path.unlink, "was changed after it was written"),
     ],
 )
 def test_a_record_that_was_changed_is_told_by_the_report_and_the_resume_which_goes_on(

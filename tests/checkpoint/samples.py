@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.pieces import Piece, boxes
+from megalite.checkpoint.manifest import Piece, boxes
 from megalite.launch.context import ParallelContext
 
 SINGLE = ParallelContext()

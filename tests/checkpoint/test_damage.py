@@ -202,7 +202,7 @@ def test_one_that_cannot_be_renamed_is_passed_over_all_the_same(
     monkeypatch.setattr(os, "rename", refuse)
     reports = list[str]()
     assert load(newest(two_steps, SINGLE, reports.append)) == 1
-    assert reports[0].endswith("; not renamed: Read-only file system")
+    assert reports[0].endswith("; kept as step-00000002")
 
 
 def test_a_step_that_a_person_names_is_read_or_refused(two_steps: Path) -> None:

@@ -18,11 +18,10 @@ from typing import Any
 import pytest
 
 from megalite.checkpoint import commit, store
-from megalite.checkpoint.background import BackgroundSaves
 from megalite.checkpoint.commit import committed, recover
-from megalite.checkpoint.pieces import Piece
+from megalite.checkpoint.manifest import Piece
 from megalite.checkpoint.reading import newest
-from megalite.checkpoint.store import Saved, save, write_file
+from megalite.checkpoint.store import BackgroundSaves, Saved, save, write_file
 from megalite.launch.context import ParallelContext
 from megalite.layout.groups import GroupNeeds
 from tests.checkpoint.samples import SINGLE, blank, cut, equal, no_report, values, whole

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.checkpoint.pieces import boxes, is_tiled
+from megalite.checkpoint.manifest import boxes, is_tiled
 
 SHAPES = st.lists(st.integers(1, 5), max_size=5).map(tuple)
 

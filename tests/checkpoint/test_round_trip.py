@@ -9,8 +9,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from megalite.checkpoint.manifest import DTYPES, Manifest
-from megalite.checkpoint.pieces import Piece
+from megalite.checkpoint.manifest import DTYPES, Manifest, Piece
 from megalite.checkpoint.reading import newest
 from megalite.checkpoint.store import Saved, save
 from megalite.config.derive import derive

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.pieces import Piece
+from megalite.checkpoint.manifest import Piece
 from megalite.checkpoint.reading import newest
 from megalite.checkpoint.store import save
 from megalite.launch.context import ParallelContext

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from megalite.checkpoint import commit, store
-from megalite.checkpoint.background import BackgroundSaves
-from megalite.checkpoint.store import save
+from megalite.checkpoint.store import BackgroundSaves, save
 from megalite.launch.context import ParallelContext
 from megalite.layout.groups import GroupNeeds
 from tests.checkpoint.samples import cut, values

@@ -92,7 +92,7 @@ def test_a_cut_cable_is_reported_at_both_ends_and_the_next_start_goes_on(hosts: 
     both = hosts.start(overrides(tmp_path, "cut", *shape))
     wait_for_step(both[0], tmp_path / "cut", 8)
     hosts.cable("down")
-    others = {"a": "no answer from ranks 2, 3 on host-b", "b": "the place where the ranks met (rank 0 on host-a"}
+    others = {"a": "no answer from rank 2, 3 on host-b", "b": "the place where the ranks met (rank 0 on host-a"}
     deadline = time.monotonic() + TIMEOUT_S + REPORT_S + 10
     while not all(words in hosts.log(letter).read_text() for letter, words in others.items()):
         assert time.monotonic() < deadline, [hosts.log(letter).read_text() for letter in others]

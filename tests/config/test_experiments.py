@@ -7,7 +7,7 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 
 from megalite.config.compose import load_config
-from megalite.config.hydra_files import CONF
+from megalite.config.overrides import CONF
 from megalite.config.settings import GROUPS, value_of
 from megalite.config.step_plan import batch_ramp
 from megalite.model.parameters import gpt_parameters
@@ -104,3 +104,5 @@ def test_a_recipe_that_builds_on_another_keeps_the_files_that_it_chooses(tmp_pat
     assert (config.data.source, config.tokenizer, config.train.steps) == ("text", "char", 900)
     mine.write_text("# @package _global_\ndefaults: [shakespeare_char, override /data: tokens]\ntokenizer: byte\n")
     assert load_config(command, 1).data.source == "tokens"
+    mine.write_text('# @package _global_\ntrain: {steps: "${"}\n')
+    assert re.search(r"experiment=mine.*: no viable alternative at input", str(refusal(*command)))

@@ -9,14 +9,13 @@ from pathlib import Path
 import pytest
 import yaml  # type: ignore[import-untyped]
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from megalite.config.arguments import read_arguments
 from megalite.config.compose import load_config, show_information
-from megalite.config.hydra_files import CONF
-from megalite.config.overrides import as_override
+from megalite.config.overrides import CONF, as_override
 from megalite.config.schema import Config
 from megalite.config.settings import DERIVED, as_plain
 from tests.config.refusal import refusal, settings
@@ -85,7 +84,7 @@ def test_the_folder_counts_more_than_what_conf_says_since(run: Path, monkeypatch
     shutil.copytree(CONF, "conf")
     preset = Path("conf/optimizer/default.yaml")
     preset.write_text(re.sub(r"(?m)^clip_grad: .*", "clip_grad: 0.5", preset.read_text()))
-    monkeypatch.setattr("megalite.config.hydra_files.CONF", Path("conf").absolute())
+    monkeypatch.setattr("megalite.config.overrides.CONF", Path("conf").absolute())
     assert load_config(["run_dir=new"], 1).optimizer.clip_grad == 0.5
     assert load_config(["run_dir=run"], 1).optimizer.clip_grad == 1.0
 
@@ -217,6 +216,7 @@ VALUES = st.recursive(
 
 
 @given(value=VALUES)
+@example(value=".5")
 def test_an_override_holds_exactly_the_value(value: object) -> None:
     parsed = OverridesParser.create().parse_override(f"data.path={as_override(value)}").value()
     assert OmegaConf.to_container(OmegaConf.create({"it": parsed}), resolve=True) == {"it": value}

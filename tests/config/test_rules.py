@@ -89,7 +89,7 @@ BROKEN = [
     ("sequence_parallel=true", 1, "sequence_parallel", "no effect with parallel.tp=1"),
     ("sequence_parallel=true", 8, "sequence_parallel", "no effect with parallel.tp=1"),
     ("tp=4 vocab_multiple=2", 4, "vocab_multiple", "below parallel.tp=4"),
-    ("recompute_modules=[attention,norms]", 1, "recompute_modules", "norm is the nearest"),
+    ("recompute_modules=[attention,norms]", 1, "recompute_modules", "choices: attention, norm"),
     ("recompute=full recompute_modules=[norm]", 1, "recompute_modules", "no effect"),
     ("recompute_layers=2", 1, "recompute_layers", "train.recompute=none"),
     ("recompute=full recompute_layers=5", 1, "recompute_layers", "num_layers=4"),

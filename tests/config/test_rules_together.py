@@ -288,4 +288,4 @@ def test_what_fp32_cannot_hold_is_refused_but_in_fp64(name: str) -> None:
 
 def test_an_eps_that_is_nothing_in_fp32_is_refused_before_it_divides() -> None:
     (problem,) = refusal("optimizer.eps=1e-60").problems
-    assert problem.hint == "optimizer.eps=1.0e-8, or precision=fp64"
+    assert problem.hint == "optimizer.eps=1e-08, or precision=fp64"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megalite.config.secrecy import secret_name, secret_override
+from megalite.config.overrides import secret_name, secret_override
 from megalite.config.settings import SETTINGS
 from tests.config.refusal import refusal
 

@@ -6,50 +6,24 @@ import subprocess
 import sys
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
-import pytest
 import yaml  # type: ignore[import-untyped]
-from omegaconf import OmegaConf
 
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS, as_plain, leaves, value_of, with_values, yaml_value
+from megalite.config.settings import SETTINGS, as_plain, leaves, value_of, with_values
 
 ROOT = Path(__file__).parents[2]
-OTHER_VALUES = {
-    int: 12,
-    float: 0.25,
-    bool: True,
-    str: "other",
-    list[int]: [3, 7],
-    list[float]: [0.5],
-    list[str]: ["norm"],
-    Any: ["a", 1],
-}
-
-
-def other(name: str) -> Any:
-    return False if SETTINGS[name].default is True else OTHER_VALUES[SETTINGS[name].kind]
 
 
 def test_every_setting_is_written_read_and_changed_by_its_name() -> None:
     for name in SETTINGS:
-        changed = with_values(Config(), {name: other(name)})
+        changed = with_values(Config(), {name: "other"})
         assert changed != Config()
-        assert value_of(changed, name) == other(name)
+        assert value_of(changed, name) == "other"
         plain = as_plain(changed)
-        assert reduce(dict.__getitem__, name.split("."), plain) == other(name)
+        assert reduce(dict.__getitem__, name.split("."), plain) == "other"
         assert leaves(plain).keys() == SETTINGS.keys()
         assert with_values(Config(), leaves(yaml.safe_load(yaml.safe_dump(plain)))) == changed
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(None, "null"), (True, "true"), (1e-8, "1.0e-8"), (2.5e-07, "2.5e-7"), (0.1, "0.1"), ([0.9, 0.95], "[0.9,0.95]")],
-)
-def test_values_are_written_as_yaml_reads_them(value: object, text: str) -> None:
-    assert yaml_value(value) == text
-    assert OmegaConf.create(f"x: {text}").x == value
 
 
 def test_conf_and_the_docs_say_what_the_schema_says(tmp_path: Path) -> None:

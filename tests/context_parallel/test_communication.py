@@ -1,7 +1,6 @@
 """What the ranks of a sequence send, counted on real ranks, is what docs/context_parallel.md says, byte for byte; and
 what they keep for backward falls as 1/cp."""
 
-import time
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +17,7 @@ from megalite.config.layout import sent_elements
 from megalite.config.schema import Config
 from megalite.context_parallel import exchange as exchange_module
 from megalite.context_parallel.attention import context_attention
-from megalite.launch.context import ParallelContext
-from megalite.launch.rendezvous import wait_until
+from megalite.launch.context import ParallelContext, pauses
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.ranks import ParallelLayout
 from megalite.tensor_parallel.collectives import TensorGroup
@@ -142,7 +140,7 @@ def blocks_at_once(context: ParallelContext, case: Case, blocks: int) -> int:
             found: Tensor = start(x, *arguments)
             arrived.append((StorageWeakRef(found.untyped_storage()), len(found) * case.size // LENGTH))
             # gloo's own thread lets go of a block a moment after others have seen it arrive.
-            wait_until(lambda: held() <= blocks, time.monotonic() + 2)
+            any(held() <= blocks for _ in pauses(2))
             most.append(held())
             return found
 

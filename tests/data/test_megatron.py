@@ -11,9 +11,9 @@ import pytest
 
 from megalite.config.schema import Config
 from megalite.data.open import open_data
-from megalite.data.token_file import TokenFile, verify
+from megalite.data.token_file import TokenFile
 from megalite.prepare.prepare import prepare
-from megalite.prepare.tokenizing import TokenWriter, join
+from megalite.prepare.tokenizing import TokenWriter, join, verify
 from tests.data.megatron.oracle import CASES, FIXTURES, HERE, IDS, Case
 
 ROOT = Path(__file__).parents[2]

@@ -18,10 +18,7 @@ def peer_gradients(peer: Any, name: str, config: Any) -> dict[str, Tensor]:
     """The peer's gradients under our names, by the same map that imports its weights."""
     family = FAMILIES[PEERS[name].model_type]
     gradients = dict(as_in_files(family.model_type, {key: value.grad for key, value in peer.named_parameters()}))
-    return {
-        ours: source.join(*(gradients[tensor] for tensor in source.tensors))
-        for ours, source in sources(family, config).items()
-    }
+    return {ours: source.join(gradients.__getitem__) for ours, source in sources(family, config).items()}
 
 
 @pytest.mark.parametrize("name", PEERS)

@@ -8,7 +8,7 @@ CODE = """
 import os, sys, time
 from pathlib import Path
 from torch._inductor.async_compile import AsyncCompile, shutdown_compile_workers
-from megalite.launch.host import end_compile_workers
+from megalite.launch.environment import end_compile_workers
 
 end_compile_workers()
 pool = AsyncCompile.process_pool()
@@ -41,6 +41,6 @@ def test_they_are_killed_and_not_waited_for() -> None:
 
 
 def test_a_process_that_compiles_nothing_has_none() -> None:
-    code = "import sys; from megalite.launch.host import end_compile_workers; end_compile_workers()"
+    code = "import sys; from megalite.launch.environment import end_compile_workers; end_compile_workers()"
     code += "; assert 'torch' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0

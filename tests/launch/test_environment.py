@@ -44,7 +44,7 @@ PLAIN = without(TORCHRUN, "TORCHELASTIC_RUN_ID", "LOCAL_RANK", "LOCAL_WORLD_SIZE
     ("variables", "found"),
     [
         ({}, ProcessEnvironment()),
-        ({"RANK": "0", "WORLD_SIZE": "1"}, ProcessEnvironment(launcher="env")),
+        ({"RANK": "0", "WORLD_SIZE": "1"}, ProcessEnvironment(local_rank=None, launcher="env")),
         (TORCHRUN, ProcessEnvironment(5, 8, 1, 4, "node0", 29400, "torchrun")),
         (PLAIN, ProcessEnvironment(5, 8, None, 1, "node0", 29400, "env")),
         (PLAIN | {"MASTER_ADDR": "localhost"}, ProcessEnvironment(5, 8, None, 8, "localhost", 29400, "env")),
@@ -76,7 +76,7 @@ def test_ranks_of_a_step_agree_on_the_port_and_other_steps_and_jobs_have_another
 
 
 def test_a_world_size_exported_for_srun_that_differs_is_refused() -> None:
-    with pytest.raises(UserError, match="differs from the 4 tasks of the SLURM step"):
+    with pytest.raises(UserError, match="WORLD_SIZE='8': differs from the 4 tasks of the SLURM step"):
         read_environment({**SRUN, "WORLD_SIZE": "8"})
 
 
@@ -107,13 +107,13 @@ def test_ranks_of_a_node(text: str, node: int, count: int) -> None:
 BAD = [
     ({"WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, ["RANK"]),
     ({"RANK": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, ["WORLD_SIZE"]),
-    ({"WORLD_SIZE": "2"}, ["RANK", "MASTER_ADDR", "MASTER_PORT"]),
+    ({"WORLD_SIZE": "2"}, ["RANK", "MASTER_PORT", "MASTER_ADDR"]),
     ({**TORCHRUN, "RANK": "8"}, ["RANK"]),
     ({**TORCHRUN, "RANK": "five", "WORLD_SIZE": "2.5"}, ["WORLD_SIZE", "RANK"]),
     ({**TORCHRUN, "WORLD_SIZE": "0"}, ["WORLD_SIZE"]),
     ({**TORCHRUN, "LOCAL_RANK": "4"}, ["LOCAL_RANK"]),
     ({**TORCHRUN, "LOCAL_WORLD_SIZE": "none"}, ["LOCAL_WORLD_SIZE"]),
-    ({**TORCHRUN, "RANK": "-1", "MASTER_PORT": "65536", "LOCAL_RANK": "z"}, ["MASTER_PORT", "RANK", "LOCAL_RANK"]),
+    ({**TORCHRUN, "RANK": "-1", "MASTER_PORT": "65536", "LOCAL_RANK": "z"}, ["RANK", "MASTER_PORT", "LOCAL_RANK"]),
     (without(SRUN, "SLURM_STEP_NUM_TASKS"), ["SLURM_STEP_NUM_TASKS"]),
     ({**SRUN, "SLURM_PROCID": "4"}, ["SLURM_PROCID"]),
     ({**SRUN, "SLURM_STEP_NUM_TASKS": "many", "SLURM_LOCALID": "x"}, ["SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"]),
@@ -147,7 +147,7 @@ def test_the_claimed_rank_needs_no_right_environment(variables: dict[str, str], 
         ),
         (
             ProcessEnvironment(world_size=8, local_world_size=4, launcher="torchrun"),
-            "torchrun --nproc-per-node 4 ... pretrain_gpt.py 'a b=1'",
+            "torchrun --nproc-per-node 4 pretrain_gpt.py 'a b=1'",
         ),
         (ProcessEnvironment(world_size=8, launcher="slurm"), "srun --ntasks 8 python pretrain_gpt.py 'a b=1'"),
     ],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megalite.launch import host
+from megalite.launch import environment as host
 
 GLIBC = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt")
 STARTED = """

@@ -1,6 +1,5 @@
 """Starting: from an environment to a context, and a clear refusal on all ranks when the ranks cannot meet."""
 
-import itertools
 import os
 import re
 import socket
@@ -20,11 +19,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megalite.config.schema import Config, ParallelConfig
 from megalite.config.settings import with_values
-from megalite.errors.problems import Problem, UserError
-from megalite.launch import watchdog
-from megalite.launch.context import ParallelContext
+from megalite.errors.problems import Problem, UserError, collect
+from megalite.launch import context, startup, watchdog
+from megalite.launch.context import CPU, ParallelContext
 from megalite.launch.environment import ProcessEnvironment
-from megalite.launch.rendezvous import RankInfo, find_problems, rendezvous
+from megalite.launch.startup import RankInfo, find_problems, meet
 from megalite.layout.groups import GroupNeeds
 from megalite.train.build import needs_of, open_context
 from tests.ranks import run_ranks
@@ -163,20 +162,16 @@ def test_types_are_judged_by_the_precision_that_the_device_chooses(monkeypatch: 
 
 def _attempt(store: Store, ranks: Sequence[int], size: int = 2, timeout_s: float = 20) -> list[list[Problem]]:
     """What ranks get that come one after the other, each as a process of its own."""
-    pids = itertools.count(time.monotonic_ns())
 
-    def come(rank: int, pid: int) -> list[Problem]:
-        found, place = replace(info(rank), token=str(pid)), replace(environment(rank, size, 1), world_size=size)
-        try:
-            rendezvous(place, found, timeout_s=timeout_s, store=store).add(f"from {rank}", 1)
-        except UserError as error:
-            return error.problems
-        return []
+    def come(rank: int) -> list[Problem]:
+        problems: list[Problem] = []
+        collect(lambda: meet(environment(rank, size, 1), CPU, [], {}, timeout_s=timeout_s, store=store), problems)
+        return problems
 
     with ThreadPoolExecutor() as threads:
         coming = []
         for rank in ranks:
-            coming.append(threads.submit(come, rank, next(pids)))
+            coming.append(threads.submit(come, rank))
             time.sleep(0.1)
         return [future.result() for future in coming]
 
@@ -205,9 +200,9 @@ def test_a_rank_that_waits_sends_its_plan_once(monkeypatch: pytest.MonkeyPatch) 
             sent.append(key)
             return super().compare_set(key, expected, wanted)
 
-    monkeypatch.setattr("megalite.launch.rendezvous.PrefixStore", Counted)
+    monkeypatch.setattr(startup, "PrefixStore", Counted)
     _attempt(HashStore(), [0, 1], size=3, timeout_s=0.5)
-    assert sent == ["ranks/1"]
+    assert sent == ["1"]
 
 
 @pytest.mark.parametrize("dead", [0, 1])
@@ -215,20 +210,21 @@ def test_a_restart_does_not_count_on_a_rank_that_died_before_all_had_come(
     dead: int, agent_store: HashStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("megalite.launch.rendezvous.wait_until", interrupt)
+        for module in (context, startup):
+            patch.setattr(module, "pauses", interrupt)
         with pytest.raises(KeyboardInterrupt):
-            rendezvous(environment(dead, 2, 1), info(dead), timeout_s=20, store=agent_store)
+            meet(environment(dead, 2, 1), CPU, [], {}, timeout_s=20, store=agent_store)
     assert _attempt(agent_store, [1, 0]) == [[], []]
 
 
-def interrupt(*_: object) -> bool:
+def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
 def info(
     rank: int, host: str = "a", gpu: str | None = None, loopback: bool = False, plan: dict[str, str] | None = None
 ) -> RankInfo:
-    return RankInfo(rank, host, gpu, loopback, plan or {}, [])
+    return RankInfo(rank, host, 1, "", gpu, loopback, plan or {}, [])
 
 
 EQUAL, OTHER = {"layout": "tp=2"}, {"layout": "tp=2", "parallel.nccl_options": "{'tp': {}}"}

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megalite.launch import watchdog
-from megalite.launch.context import ParallelContext
+from megalite.launch.context import LONGEST_PAUSE_S, ParallelContext
 from megalite.launch.watchdog import SAVES, Doing, Watchdog, find_cause, summary
 from megalite.train.build import open_context
 from tests.launch.test_startup import cpu_config, environment, free_port
@@ -72,7 +72,7 @@ def test_every_rank_says_where_it_stands(tmp_path: Path, capfd: pytest.CaptureFi
 
 def test_the_parts_of_a_report_fit_into_its_time() -> None:
     """To call, to hear of it, to answer, to write, to read: else a second report would contradict the first."""
-    polling = 0.5  # the pause of wait_until
+    polling = LONGEST_PAUSE_S
     spent = 2 * watchdog.LOOK_S + watchdog.ROLL_S + watchdog.WRITE_S + polling + watchdog.READ_S
     assert spent < 0.75 * watchdog.REPORT_S
     assert watchdog.LOOK_S + watchdog.ROLL_S + watchdog.WRITE_S + polling < watchdog.REPORT_S / 2  # for a verdict

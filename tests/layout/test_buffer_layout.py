@@ -19,6 +19,7 @@ from megalite.layout.buffer_layout import (
     Bucket,
     BufferLayout,
     BufferName,
+    BufferSlot,
     OwnedRange,
     buffer_layout,
     slice_ranges,
@@ -124,12 +125,16 @@ def names(bucket: Bucket) -> list[str]:
     return [slot.record.name for slot in bucket.slots]
 
 
+def slots(layout: BufferLayout) -> list[BufferSlot]:
+    return [slot for bucket in layout.buckets for slot in bucket.slots]
+
+
 def is_table(record: ParameterRecord) -> bool:
     return record.name in ("word", "head")
 
 
 def padded(record: ParameterRecord, layout: BufferLayout) -> int:
-    slot = next(slot for slot in layout.slots if slot.record.name == record.name)
+    slot = next(slot for slot in slots(layout) if slot.record.name == record.name)
     return -(-prod(slot.shard.shape) // ALIGNMENT) * ALIGNMENT
 
 
@@ -151,7 +156,7 @@ def numbered(layout: BufferLayout) -> tuple[list[np.ndarray], dict[str, np.ndarr
 @settings(deadline=None)
 def test_every_parameter_has_an_aligned_place_in_one_bucket_of_equal_aligned_slices(case: Case) -> None:
     for layout in case.layouts():
-        assert sorted(slot.record.name for slot in layout.slots) == sorted(record.name for record in case.records)
+        assert sorted(slot.record.name for slot in slots(layout)) == sorted(record.name for record in case.records)
         for bucket in layout.buckets:
             assert bucket.shards == (case.shards if bucket.buffer.kind == "dense" else case.expert_shards)
             assert bucket.slice_size * bucket.shards == bucket.size
@@ -278,7 +283,7 @@ def test_whole_matrices_of_real_models_take_little_padding(
     records, begin = gpt_parameters(derive_model(model, 4096)), time.process_time()
     layout = buffer_layout(records, ep=(ep, 1), dense_shards=dp, expert_shards=dp // ep, ownership="whole")
     assert time.process_time() - begin < 1
-    filled = sum(prod(slot.shard.shape) for slot in layout.slots)
+    filled = sum(prod(slot.shard.shape) for slot in slots(layout))
     assert 1 - filled / sum(bucket.size for bucket in layout.buckets) < most
     assert sum(bucket.buffer.whole for bucket in layout.buckets) >= buckets
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.checkpoint.pieces import is_tiled
+from megalite.checkpoint.manifest import is_tiled
 from megalite.layout.parameters import ParameterRecord, ShardBox, Split, is_counted, is_held, shard
 from megalite.layout.stages import StageSettings, stage_layers
 from tests.layout.shards import cut

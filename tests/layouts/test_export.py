@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megalite.checkpoint.pieces import Piece
+from megalite.checkpoint.manifest import Piece
 from megalite.config.derive import derive_vocabulary
 from megalite.config.schema import Config
 from megalite.data.open import open_data
@@ -17,7 +17,7 @@ from megalite.hf.import_model import import_model
 from megalite.hf.saved_model import open_model
 from megalite.launch.context import ParallelContext
 from megalite.prepare.prepare import prepare
-from megalite.train.build import build_training, derive_device, fill_with_imported_values
+from megalite.train.build import build_training, derive_device, fill_with_start_values
 from megalite.train.saving import owned_pieces
 from tests.checkpoint.samples import index_of
 from tests.layouts.matrix import FEW, FOUR, Row, Workplace, row, train_row
@@ -129,5 +129,5 @@ def imported(export: str, context: ParallelContext, config: Config) -> list[Piec
     config = derive_vocabulary(config, open_data(config, prepare(config)).vocab_size)
     config = replace(config, checkpoint=replace(config.checkpoint, init_from=export))
     training = build_training(derive_device(config, context), context)
-    fill_with_imported_values(training.buffers, import_model, config, context)
+    fill_with_start_values(training.buffers, config, context, import_model)
     return [*held_pieces(training.buffers), *owned_pieces("master.", training.buffers.owned, training.buffers.masters)]

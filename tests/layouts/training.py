@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.checkpoint.pieces import Piece
+from megalite.checkpoint.manifest import Piece
 from megalite.checkpoint.reading import newest
 from megalite.checkpoint.store import save
 from megalite.config.derive import derive, derive_vocabulary
@@ -155,7 +155,7 @@ def _owned(buffers: TrainingBuffers, slices: Sequence[Tensor]) -> list[Piece]:
 
 def held_pieces(buffers: TrainingBuffers) -> Iterator[Piece]:
     """What the model on this rank computes with, as boxes of the logical tensors."""
-    for slot in buffers.layout.slots:
+    for slot in (slot for bucket in buffers.layout.buckets for slot in bucket.slots):
         held = buffers.parameter(slot.record.name)
         for box in slot.shard.boxes:
             yield Piece(slot.record.name, slot.record.shape, box.offsets, held[box.local])

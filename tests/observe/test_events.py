@@ -1,27 +1,25 @@
 """events.jsonl is the history of a run: nothing is cut, nothing of it can end a run."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from megalite import __version__
+from megalite.observe.about import commit, versions
 from megalite.observe.run_data import read_run
 from megalite.train.history import RunLog, read_events, read_metrics
 from tests.train.runs import write_text
 from tests.train.test_bad_steps import poison
-from tests.train.test_run import config_for, start, stop_after
+from tests.train.test_run import config_for, kinds, start, stop_after
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_text(tmp_path_factory.mktemp("run") / "text.txt")
-
-
-def kinds(run_dir: Path) -> list[tuple[str, int]]:
-    left_out = ("ranks", "sample")
-    return [(it["kind"], it["step"]) for it in read_events(run_dir / "events.jsonl") if it["kind"] not in left_out]
 
 
 def test_a_run_that_stops_and_goes_on_tells_its_whole_story(
@@ -42,17 +40,6 @@ def test_a_run_that_stops_and_goes_on_tells_its_whole_story(
     assert first["layout"]["dp"] == 1
     assert len(first["hosts"]) == 1
     assert all(text in (tmp_path / "run" / "report.html").read_text() for text in ("finished", "by SIGUSR1"))
-
-
-def test_bad_steps_and_the_end_of_a_run_that_gives_up_are_told(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    poison(set(range(4 * 5, 1000)), monkeypatch)  # from step 6 on
-    assert start(config_for(text, tmp_path / "run", max_bad_steps=2)) == 1
-    assert kinds(tmp_path / "run") == [("start", 0), ("checkpoint", 4), ("skipped", 6), ("skipped", 7), ("failed", 7)]
-    *_, failed = read_events(tmp_path / "run" / "events.jsonl")
-    assert "2 steps in a row" in failed["message"]
-    assert all(text in (tmp_path / "run" / "report.html").read_text() for text in ("2 steps in a row", ">failed<"))
 
 
 def test_an_error_of_any_kind_is_in_the_report(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,4 +95,28 @@ def test_trackers_get_what_is_in_the_files_in_their_order(
     assert json.dumps(records) == json.dumps(read_metrics(tmp_path / "run" / "metrics.jsonl"))
     assert json.dumps(events) == json.dumps(read_events(tmp_path / "run" / "events.jsonl"))
     assert [it["step"] for it in events if it["kind"] == "sample"] == [8, 12]
-    assert trackers.close.call_count == 1
+    assert lines[-1]["kind"] == "finished"
+
+
+def git(folder: Path, *words: str) -> None:
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+    subprocess.run(["git", *identity, *words], cwd=folder, check=True, capture_output=True)
+
+
+def test_the_commit_of_a_checkout_and_whether_it_has_changes(tmp_path: Path) -> None:
+    assert commit(tmp_path) == {}  # an installed megalite
+    git(tmp_path, "init")
+    assert commit(tmp_path) == {}  # no commit yet
+    (tmp_path / "file").write_text("one")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-m", "first")
+    git(tmp_path, "tag", "-a", "v1", "-m", "a tag is not what is asked for")
+    (clean,) = commit(tmp_path).values()
+    assert len(clean) == 12
+    assert set(clean) <= {*"0123456789abcdef"}
+    (tmp_path / "file").write_text("two")
+    assert commit(tmp_path) == {"commit": f"{clean}-dirty"}
+
+
+def test_the_version_is_known_without_an_installation() -> None:
+    assert versions()["megalite"] == __version__

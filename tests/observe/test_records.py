@@ -1,4 +1,7 @@
-"""metrics.jsonl keeps each step once, events.jsonl everything, whatever a killed run left behind; logs are tame."""
+"""metrics.jsonl keeps each step once, events.jsonl everything, whatever a killed run left behind; logs are tame.
+
+Thinned numbers lose no peak, whatever the length of a run.
+"""
 
 import json
 import math
@@ -8,9 +11,12 @@ from typing import Any
 
 import pytest
 import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
+from megalite.observe.run_data import MOST_POINTS, Series
 from megalite.train.history import RunLog, Seals, changes, open_record, read_events, read_metrics
 from megalite.train.saving import Progress
 
@@ -128,3 +134,32 @@ def test_control_characters_are_written_out_and_lines_stay_lines(tmp_path: Path)
     assert lines[1].endswith("INFO saved a\\x1b[2Jb\\x07")
     assert lines[2] == "\tand more"
     assert lines[3].endswith("ERROR failed\\rwell")
+
+
+VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=3 * MOST_POINTS)
+
+
+@given(VALUES, st.integers(1, 1000))
+def test_least_greatest_and_mean_survive_and_the_length_is_bounded(values: list[float], every: int) -> None:
+    series = Series()
+    for at, value in enumerate(values, 1):
+        series.add(at * every, value)
+        series.add(at * every, math.nan)  # leaves no trace
+    steps, means, low, high = zip(*series.points(), strict=True)
+    assert MOST_POINTS / 2 <= len(steps) <= MOST_POINTS or len(steps) == len(values)
+    assert (min(low), max(high)) == (min(values), max(values))
+    assert list(steps) == sorted({*steps})
+    if len(steps) == len(values):
+        assert list(means) == values
+        assert (steps[0], steps[-1]) == (every, len(values) * every)
+    assert all(least <= mean + 1e-6 and mean <= most + 1e-6 for mean, least, most in zip(means, low, high, strict=True))
+
+
+def test_a_single_spike_among_a_hundred_thousand_steps_is_seen() -> None:
+    series = Series()
+    for step in range(1, 100_001):
+        series.add(step, 50.0 if step == 77_777 else 2.0)
+    (spike,) = [point for point in series.points() if point[3] == 50.0]
+    assert spike[0] == pytest.approx(77_777, abs=300)
+    assert len(series.points()) <= MOST_POINTS
+    assert Series().points() == []

@@ -7,11 +7,15 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megalite.observe import readable
+from megalite.observe import terminal as terminal_module
 from megalite.observe.run_data import RunData
-from megalite.observe.terminal import NAMES_EVERY, Terminal
+from megalite.observe.terminal import NAMES_EVERY, Terminal, curve
 
 STEP: dict[str, Any] = {
     "step": 1,
@@ -167,7 +171,6 @@ def test_every_line_is_flushed_and_a_closed_pipe_ends_no_run() -> None:
     os.close(reader)
     for step in range(1, 50):
         terminal.add(line(step=step))
-    terminal.close()
     stream.close()  # nothing is left to flush
     ascii_only = io.TextIOWrapper(raw := io.BytesIO(), encoding="ascii")
     finish(Terminal(ascii_only), a_run())
@@ -207,3 +210,48 @@ def test_control_characters_reach_the_terminal_by_no_way() -> None:
     finish(terminal, a_run(folder=EVIL, command=EVIL), EVIL)
     assert "\\x1b]0;owned" in stream.getvalue()
     assert {*stream.getvalue()} & {character for character in EVIL if not character.isprintable()} == set()
+
+
+def test_a_log_tells_now_and_then_how_far_work_on_data_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1000.0
+    monkeypatch.setattr(terminal_module.time, "monotonic", lambda: now)
+    stream = io.StringIO()
+    terminal = Terminal(stream)
+    for show in (terminal.preparing, terminal.checking):
+        for seconds, done in ((0, 600), (12, 700), (1, 710), (35, 1000), (0, 1000)):
+            now += seconds
+            show(done * 10**6, 10**9, done // 10, done // 2)
+    streamed = Terminal(stream).preparing  # whose end nobody knows
+    for seconds in (0, 12):
+        now += seconds
+        streamed(5 * 10**6, 0, 5, 50)
+    assert stream.getvalue().splitlines() == [
+        "preparing data: 700.0 MB of 1,000.0 MB, 70 documents, 350 tokens",
+        "prepared 1,000.0 MB: 100 documents, 500 tokens in 0:48",
+        "checking tokens: 700.0 MB of 1,000.0 MB, 70 documents, 350 tokens",
+        "checked 1,000.0 MB: 100 documents, 500 tokens in 0:48",
+        "preparing data: 5.0 MB, 5 documents, 50 tokens",
+    ]
+
+
+def test_the_line_of_a_curve_falls_and_validation_points_lie_over_it() -> None:
+    falling = np.array([(step, 10.0 - step) for step in range(10)])
+    assert curve(falling, np.array([(0, 1.0), (9, 10.0)]), width=5, height=2) == [
+        " 10.0000 │⠉⠤  ●",
+        "  1.0000 │● ⠉⠒⣀",
+        "         └─────",
+        "          0             9",
+    ]
+    constant = curve(np.array([(1, 2.0), (2, 2.0)]), np.zeros((0, 2)), width=6, height=3)
+    assert constant[:3] == ["  2.0000 │⠉⠉⠉⠉⠉⠉", "         │", "  2.0000 │"]
+
+
+place = st.tuples(st.integers(0, 10**7), st.floats(-99, 999))
+points = st.lists(place, min_size=2, max_size=200, unique_by=lambda it: it[0])
+
+
+@given(points.map(sorted))
+def test_any_curve_fits_its_frame(points: list[tuple[int, float]]) -> None:
+    lines = curve(np.array(points), np.array(points[:3]))
+    assert len(lines) == 12
+    assert all(len(line) <= 84 for line in lines)

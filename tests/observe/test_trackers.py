@@ -11,7 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megalite.observe import trackers as module
-from megalite.observe.trackers import TensorBoardTracker, Trackers
+from megalite.observe.trackers import Tracker, Trackers, open_tensorboard
 
 PATIENCE_S = 30.0
 SAMPLE = {"step": 3, "kind": "sample", "prompt": "# a\n* b", "text": " c"}
@@ -20,11 +20,12 @@ SAMPLE = {"step": 3, "kind": "sample", "prompt": "# a\n* b", "text": " c"}
 class Collector:
     """Collects what it is given; fails at steps in `bad`, and waits for `gate` if there is one."""
 
-    rescue = "send --rest"
-
     def __init__(self, bad: tuple[int, ...] = (), gate: Event | None = None) -> None:
         self.bad, self.gate = bad, gate
         self.seen: list[Any] = []
+
+    def __call__(self) -> Tracker:
+        return Tracker(self.add, "send --rest")
 
     def add(self, line: Mapping[str, Any]) -> None:
         if self.gate is not None:
@@ -33,32 +34,29 @@ class Collector:
             raise RuntimeError("the network\nis gone")
         self.seen.append(line)
 
-    def finish(self, status: int) -> None:
-        self.seen.append(f"status {status}")
-
 
 def run(notes: list[str], *lines: dict[str, Any], **openers: Any) -> None:
     """A run with these trackers and lines."""
     trackers = Trackers(openers, notes.append)
-    for line in lines:
+    for line in (*lines, END):
         trackers.add(line)
-    trackers.finish(0)
 
 
+END: dict[str, Any] = {"step": 4, "kind": "finished", "status": 0}
 RECORDS = [{"step": step} for step in range(1, 5)]
 
 
 def test_everything_arrives_in_order_once_a_record_of_metrics_has_opened_the_trackers() -> None:
     """The end of a run waits for a tracker that is not open yet."""
 
-    def open_slowly() -> Collector:
+    def open_slowly() -> Tracker:
         time.sleep(0.3)
-        return slow
+        return slow()
 
     collector, slow, notes, opened = Collector(), Collector(), list[str](), list[int]()
-    run(notes, RECORDS[0], SAMPLE, RECORDS[1], x=lambda: collector, y=lambda: None, z=open_slowly)
+    run(notes, RECORDS[0], SAMPLE, RECORDS[1], x=collector, y=lambda: None, z=open_slowly)
     run(notes, SAMPLE, x=lambda: opened.append(1))
-    assert collector.seen == slow.seen == [RECORDS[0], SAMPLE, RECORDS[1], "status 0"]
+    assert collector.seen == slow.seen == [RECORDS[0], SAMPLE, RECORDS[1], END]
     assert (notes, opened) == ([], [])
 
 
@@ -67,8 +65,8 @@ def test_a_tracker_that_fails_costs_one_warning_and_no_other_tracker() -> None:
         raise OSError("no room")
 
     collector, notes = Collector(bad=(1, 3)), list[str]()
-    run(notes, *RECORDS, x=fail, y=lambda: collector)
-    assert collector.seen == [RECORDS[1], RECORDS[3], "status 0"]
+    run(notes, *RECORDS, x=fail, y=collector)
+    assert collector.seen == [RECORDS[1], RECORDS[3], END]
     assert sorted(notes) == [
         "x: warning: OSError: no room; the run itself is not affected",
         "y: warning: RuntimeError: the network is gone; the run itself is not affected",
@@ -82,16 +80,15 @@ def test_a_tracker_that_hangs_holds_nothing_up_and_still_learns_of_the_end(
     monkeypatch.setattr(module, "FINISH_S" if status == 0 else "FAILED_S", 0.2)
     gate, notes = Event(), list[str]()
     collector = Collector(gate=gate)
-    trackers = Trackers({"x": lambda: collector}, notes.append)
+    trackers = Trackers({"x": collector}, notes.append)
     begin = time.monotonic()
     for step in range(1000):
         trackers.add({"step": step})
-    trackers.finish(status)
-    trackers.finish(1)
+    trackers.add(end := END | {"status": status})
     assert time.monotonic() - begin < 0.35
     gate.set()
     trackers._thread.join(PATIENCE_S)
-    assert collector.seen[-1] == f"status {status}"
+    assert collector.seen[-1] == end
     late = r"x: not done at the end of the run, 1,000 records wait; the run folder .*; to send the rest: send --rest"
     assert len(notes) == 1
     assert re.fullmatch(late, notes[0])
@@ -100,14 +97,13 @@ def test_a_tracker_that_hangs_holds_nothing_up_and_still_learns_of_the_end(
 def test_tensorboard_holds_every_number_and_samples_as_they_are(tmp_path: Path) -> None:
     """A resume replaces the steps after its checkpoint."""
     for step, loss in ((0, 1.0), (2, 2.0)):
-        tracker = TensorBoardTracker(tmp_path, step)
+        show = open_tensorboard(tmp_path, step).show
         for number in range(step + 1, 5):
-            tracker.add({"step": number, "loss": loss, "mfu": None, "time_split": {"data": 0.5}})
-        tracker.add({"step": 4, "kind": "checkpoint", "bytes": 3})
-        tracker.finish(0)
-    tracker = TensorBoardTracker(tmp_path, 4)
-    tracker.add(SAMPLE)
-    tracker.finish(0)
+            show({"step": number, "loss": loss, "mfu": None, "time_split": {"data": 0.5}})
+        show({"step": 4, "kind": "checkpoint", "bytes": 3})
+        show(END)
+    for record in (SAMPLE, END):
+        open_tensorboard(tmp_path, 4).show(record)
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 1), (2, 1), (3, 2), (4, 2)]

@@ -51,7 +51,7 @@ EVERYTHING = "parallel.pipe=4 model=gpt5 parallel.pp=x --picture=a.pdf"
             "parallel.pp=4 parallel.vpp=2 train.global_batch_size=6 train.micro_batch_size=2",
             ["interleaved needs a microbatch for each of parallel.pp=4 ranks", "fix: train.global_batch_size=8 or 10"],
         ),
-        ("parallel.pp=2 parallel.schedule=1f2b", ["unknown choice\n      fix: parallel.schedule=1f1b is the nearest"]),
+        ("parallel.pp=2 parallel.schedule=1f2b", ["unknown choice\n      fix: choices: 1f1b, "]),
         (EVERYTHING, ["4 problems", "must end in .svg", "unknown setting", "'gpt5'", "must be a whole number"]),
     ],
 )

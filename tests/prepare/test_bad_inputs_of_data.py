@@ -23,7 +23,7 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.prepare import prepare as preparation
 from megalite.prepare.tokenizing import TokenWriter
-from megalite.train.setup import open_training_data
+from megalite.train.run import open_training_data
 from tests.bad_input.launching import SMALL, launch_folder, tree
 from tests.ranks import run_ranks
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from megalite.config import durable_files
+from megalite.config import files
+from megalite.config.files import refusing
 from megalite.config.schema import Config
-from megalite.config.user_files import refusing
 from megalite.data.token_file import TokenFile
 from megalite.errors.problems import UserError
 from megalite.prepare import prepare as preparing
@@ -29,7 +29,7 @@ from megalite.prepare.sources import Source
 from tests.prepare.test_prepare import PREPARE
 
 LEFT = re.compile(r"\.(partial|tmp)-")
-JOINING = {str(each.__file__) for each in (preparing, tokenizing, durable_files)}
+JOINING = {str(each.__file__) for each in (preparing, tokenizing, files)}
 Finish = Callable[[Path], None]
 
 
@@ -54,8 +54,9 @@ def failing(*arguments: object) -> None:
     raise RuntimeError("no join today")
 
 
-def nothing_left(jobs: list[Any], *others: object) -> None:
+def nothing_left(jobs: list[Any], *others: object) -> list[Any]:
     assert not jobs, "a finished shard was lost"
+    return []
 
 
 @pytest.fixture

@@ -13,8 +13,9 @@ from tokenizers import Tokenizer, models, normalizers
 from megalite.config.schema import Config
 from megalite.data.open import open_data
 from megalite.data.token_file import TokenFile, with_suffix
-from megalite.data.tokenizers import TextTokenizer, byte_tokenizer, char_tokenizer
+from megalite.data.tokenizers import TextTokenizer
 from megalite.errors.problems import UserError
+from megalite.prepare.made_tokenizers import byte_tokenizer, char_tokenizer
 from megalite.prepare.prepare import prepare, prepare_file, sample, targets_of
 from megalite.prepare.sources import Source, sources_of
 

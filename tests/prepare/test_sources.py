@@ -14,7 +14,8 @@ from pyarrow import parquet
 
 from megalite.errors.problems import UserError
 from megalite.prepare import sources
-from megalite.prepare.reading import PIECE, Shard, in_pieces, pieces
+from megalite.prepare.cuts import PIECE, behind_a_word, in_pieces
+from megalite.prepare.reading import Shard, pieces
 from megalite.prepare.sources import Source
 
 
@@ -158,7 +159,7 @@ def test_a_data_set_that_was_saved_to_disk_is_read(tmp_path: Path, streaming: bo
     assert texts(Source("hf", (str(tmp_path / "part"),), streaming=streaming)) == ["one", "two"]
 
 
-def test_pieces_of_a_long_text_join_to_the_text_and_begin_at_line_ends(tmp_path: Path) -> None:
+def test_pieces_of_a_long_text_join_to_the_text_and_begin_behind_a_word(tmp_path: Path) -> None:
     line = "some words of text, and é\n  indented\n\nafter a gap\n"
     content = line * (3 * PIECE // len(line))
     (tmp_path / "a.txt").write_text(content)
@@ -168,8 +169,8 @@ def test_pieces_of_a_long_text_join_to_the_text_and_begin_at_line_ends(tmp_path:
     assert "".join(found) == content
     for before, after in itertools.pairwise(found):
         assert before[-1].isalnum()
-        assert after.startswith("\n")
-    assert list(in_pieces([content])) == [*found, None]
+        assert after[0].isspace()
+    assert list(in_pieces([content], behind_a_word)) == [*found, None]
 
 
 def test_a_changed_file_has_another_identity(tmp_path: Path) -> None:

@@ -111,24 +111,3 @@ def test_ranks_that_cannot_share_memory_are_refused(device: str, local: int, ord
     problems = cuda_problems(config, torch.device(device), ProcessEnvironment(local_world_size=local))
     assert words in "".join(map(str, problems))
     assert bool(problems) == bool(words)
-
-
-@pytest.mark.parametrize(
-    ("seen", "own", "reached", "refused"), [(4, 3, False, True), (4, 3, True, False), (1, 0, False, False)]
-)
-def test_gpus_that_cannot_reach_each_other_are_refused(
-    monkeypatch: pytest.MonkeyPatch, seen: int, own: int, reached: bool, refused: bool
-) -> None:
-    """Where a rank sees its own GPU alone it cannot ask."""
-    asked: list[tuple[int, int]] = []
-
-    def reaches(one: int, other: int) -> bool:
-        asked.append((one, other))
-        return reached
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", reaches)
-    config = Config(parallel=ParallelConfig(tp=2, async_tp=True))
-    problems = cuda_problems(config, torch.device("cuda", own), ProcessEnvironment(local_world_size=4))
-    assert ["reach each other" in problem.rule for problem in problems] == [True] * refused
-    assert asked == [(3, 2)] * (seen == 4)

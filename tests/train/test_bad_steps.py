@@ -14,10 +14,10 @@ from megalite.data.batches import StepBatches, TrainBatches
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import GPT
-from megalite.train.history import read_metrics
+from megalite.train.history import read_events, read_metrics
 from megalite.train.step import PendingMetrics, TrainStep
 from tests.train.runs import outcome, state_bytes
-from tests.train.test_run import STEPS, checkpoints, config_for, losses, run_on, start
+from tests.train.test_run import STEPS, checkpoints, config_for, kinds, losses, run_on, start
 
 
 def poison(samples: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,10 +51,14 @@ def test_too_many_bad_steps_in_a_row_stop_the_run_with_the_checkpoint_intact(
     poison(set(range(4 * 5, 1000)), monkeypatch)  # from step 6 on
     config = config_for(text, tmp_path / "run", max_bad_steps=3)
     assert start(config) == 1
-    message = capsys.readouterr().err
-    assert "3 steps in a row" in message
+    message, page = capsys.readouterr().err, (tmp_path / "run" / "report.html").read_text()
     assert "checkpoint of step 4 is intact" in message
     assert "optimizer.lr" in message
+    for told in (message, read_events(tmp_path / "run" / "events.jsonl")[-1]["message"], page):
+        assert "3 steps in a row" in told
+    assert ">failed<" in page
+    bad = [("skipped", step) for step in (6, 7, 8)]
+    assert kinds(tmp_path / "run") == [("start", 0), ("checkpoint", 4), *bad, ("failed", 8)]
     monkeypatch.undo()
     assert start(config) == 0
     assert max(losses(tmp_path / "run")) == STEPS

@@ -33,18 +33,14 @@ GPT2 = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, vocab
         (Config(model=small()), "NVIDIA L4", True),
         (Config(model=small(), train=TrainConfig(cuda_graph=False)), "NVIDIA L4", False),
         (Config(model=small(), data=DataConfig(cross_document_attention=False)), "NVIDIA L4", False),
+        (Config(model=small()), "", False),
     ],
 )
 def test_small_microbatches_are_graphs(monkeypatch: pytest.MonkeyPatch, config: Config, gpu: str, graph: bool) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
-    context = ParallelContext(device=CUDA, dtype=torch.bfloat16)
+    context = ParallelContext(device=CUDA, dtype=torch.bfloat16) if gpu else ParallelContext()
     ready = derive_device(derive(derive_vocabulary(config, 257)), context)
     assert (ready.train.cuda_graph, ready.parallel.async_tp) == (graph, False)
-
-
-def test_a_cpu_has_neither() -> None:
-    ready = derive_device(derive(Config(model=small())), ParallelContext())
-    assert (ready.train.cuda_graph, ready.parallel.async_tp) == (False, False)
 
 
 def chosen(context: ParallelContext, asked: bool | None, fails: int | None) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from megalite.checkpoint.pieces import Piece
+from megalite.checkpoint.manifest import Piece
 from megalite.config.derive import derive
 from megalite.config.schema import Config, MoEConfig
 from megalite.launch.context import ParallelContext

@@ -29,7 +29,6 @@ from megalite.launch.environment import read_environment
 from megalite.launch.watchdog import Watchdog
 from megalite.layout.ranks import ParallelLayout
 from megalite.optim.schedule import learning_rate
-from megalite.train import setup as setting_up
 from megalite.train.history import RunLog, read_events, read_metrics
 from megalite.train.metrics import Meter, StepMetrics
 from megalite.train.step import PendingMetrics, TrainStep
@@ -58,8 +57,8 @@ def at_step(step: int, action: Callable[[], object], monkeypatch: pytest.MonkeyP
     """Call `action` when the metrics of `step` have been read."""
     add = Meter.add
 
-    def and_act(self: Meter, metrics: StepMetrics, data: StepBatches, lr: float) -> None:
-        add(self, metrics, data, lr)
+    def and_act(self: Meter, metrics: StepMetrics, data: StepBatches) -> None:
+        add(self, metrics, data)
         if data.planned.step == step:
             action()
 
@@ -73,6 +72,12 @@ def stop_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def losses(run_dir: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_metrics(run_dir / "metrics.jsonl") if "loss" in record}
+
+
+def kinds(run_dir: Path) -> list[tuple[str, int]]:
+    """The events of a run, but for measurements and samples, and their steps."""
+    events = read_events(run_dir / "events.jsonl")
+    return [(it["kind"], it["step"]) for it in events if it["kind"] not in ("ranks", "sample")]
 
 
 def checkpoints(run_dir: Path) -> list[int]:
@@ -162,7 +167,7 @@ def test_dropping_one_piece_of_state_is_noticed(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dropped: str
 ) -> None:
     """The negative control of every resume test: tensors of one kind are read into nowhere."""
-    pieces_of = setting_up.training_pieces
+    pieces_of = saving_module.training_pieces
 
     def incomplete(*args: Any) -> list[Any]:
         return [
@@ -170,7 +175,7 @@ def test_dropping_one_piece_of_state_is_noticed(
             for piece in pieces_of(*args)
         ]
 
-    monkeypatch.setattr(setting_up, "training_pieces", incomplete)
+    monkeypatch.setattr(saving_module, "training_pieces", incomplete)
     assert resume_differs(text, tmp_path, monkeypatch)
 
 

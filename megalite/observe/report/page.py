@@ -1,5 +1,8 @@
-"""Draws a report of one run, or of several on common axes. page.html says what stands where. The page carries the
-records, thinned; report.js draws them in the browser. Layout and pipeline are the pictures of the plan commands."""
+"""Draws a report of one run, or of several on common axes: a run's own while it goes on, others on request.
+
+page.html says what stands where. The page carries the records, thinned; report.js draws them in the browser. Layout and
+pipeline are the pictures of the plan commands.
+"""
 
 import base64
 import hashlib
@@ -7,8 +10,9 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +20,64 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from megalite.config.user_files import as_record
-from megalite.errors.problems import UserError, printable
+from megalite.config import files
+from megalite.config.files import COMPARISON, REPORT, Kind
+from megalite.errors.problems import Problem, UserError, collect, collect_all, printable
 from megalite.errors.words import plain
 from megalite.layout.ranks import ParallelLayout
 from megalite.observe import readable
-from megalite.observe.run_data import RunData
+from megalite.observe.run_data import RunData, read_run
 from megalite.plan.picture import STYLE
 from megalite.plan.ranks import ranks_picture
 from megalite.plan.timeline import pictures_of_run
-from megalite.train.history import EVENTS
+from megalite.train.history import ENDS, EVENTS, Record, View
 
 HERE = Path(__file__).parent
 SCRIPTS = (HERE / "charts.js", HERE / "report.js")
 UNREMARKABLE = ("run_dir", "run_name", "resume")  # settings that are no difference between runs
 MOST_NAMED = 3  # settings that name the runs of a sweep
+SHARE = 300  # a run goes on for so many times as long as the last drawing took
 Differences = list[tuple[str, list[Any]]]  # setting, and its value in each run
+
+
+def live_report(run: RunData, interval_s: float) -> View:
+    """The view (train/history.py) that draws report.html of a run that goes on, in at most one part in SHARE of its
+    time. `interval_s`: between two drawings at least; 0: only at the end."""
+    due = 0.0 if interval_s > 0 else inf
+
+    def show(record: Record) -> None:
+        nonlocal due
+        run.add(record)
+        begun, ended = time.monotonic(), record.get("kind") in ENDS
+        if not ended and ("kind" in record or begun < due):
+            return
+        try:
+            page = render([run], live=not ended).encode(errors="replace")
+            files.write_atomically(run.folder / REPORT.usual, page, REPORT)
+        finally:
+            now = time.monotonic()
+            due = now + max(interval_s, SHARE * (now - begun)) if interval_s else due
+
+    return show
+
+
+def write_report(folders: Sequence[Path], out: Path | None, kind: Kind | None = None) -> Path:
+    """Draw one run, into its folder unless `out` says otherwise, or compare several (comparison.html here, or `out`).
+    Returns the file, of which only `out` is as readable as the umask says. UserError with all folders that hold no run,
+    or for a file that cannot be written."""
+    kind = kind or (REPORT if len(folders) == 1 else COMPARISON)
+    target = out or (folders[0] / kind.usual if kind is REPORT else Path(kind.usual))
+    problems = files.output_problems("--out", target, kind)
+    runs = collect(lambda: collect_all(read_run, folders), problems)
+    if runs is None or problems:
+        raise UserError(problems)
+    try:
+        with nullcontext() if out else files.private_files():
+            files.write_atomically(target, render(runs, compared=kind is COMPARISON).encode(errors="replace"), kind)
+    except OSError as error:
+        rule = f"cannot be written: {error.strerror}"
+        raise UserError(Problem("--out", str(target), rule, "another file: --out FILE")) from error
+    return target
 
 
 @cache
@@ -143,7 +189,7 @@ def pictures_of(run: RunData) -> tuple[list[Markup], list[Markup]]:
     """Pictures of the layout and of the pipeline; none where the newest start has recorded no layout."""
     layout = None
     with suppress(UserError, AssertionError):  # the record was changed
-        layout = as_record(ParallelLayout, run.start.get("layout"), EVENTS)
+        layout = files.as_record(ParallelLayout, run.start.get("layout"), EVENTS)
     if layout is None:
         return [], []
     ranks = ranks_picture(layout, int(run.start.get("ranks_per_node") or layout.world_size))

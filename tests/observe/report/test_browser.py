@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megalite.layout.ranks import ParallelLayout
-from megalite.observe.report.write import write_report
+from megalite.observe.report.page import write_report
 from tests.observe.report.runs import event, write_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -9,9 +9,9 @@ from unittest.mock import Mock
 
 import pytest
 
-import megalite.observe.report.write as write_module
+import megalite.observe.report.page as page_module
 from megalite.errors.problems import UserError
-from megalite.observe.report.write import SHARE, LiveReport, write_report
+from megalite.observe.report.page import SHARE, live_report, write_report
 from megalite.observe.run_data import read_run
 from tests.observe.report.runs import write_run
 
@@ -32,8 +32,8 @@ class Clock:
             self.now += drawing_s
             return PAGE
 
-        patch.setattr(write_module.time, "monotonic", lambda: self.now)
-        patch.setattr(write_module, "render", render)
+        patch.setattr(page_module.time, "monotonic", lambda: self.now)
+        patch.setattr(page_module, "render", render)
 
 
 @pytest.mark.parametrize(("drawing_s", "apart"), [(0.01, 30.0), (0.2, 0.2 * SHARE)])
@@ -41,15 +41,15 @@ def test_a_report_is_drawn_no_more_often_than_asked_and_takes_a_small_share_of_t
     drawing_s: float, apart: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = Clock(monkeypatch, drawing_s=drawing_s)
-    report = LiveReport(read_run(write_run(tmp_path / "run")), 30.0)
+    report = live_report(read_run(write_run(tmp_path / "run")), 30.0)
     while clock.now < 1000:
-        report.add({"step": 1, "loss": 1.0})
+        report({"step": 1, "loss": 1.0})
         clock.now += 1
     gaps = [after - before for before, after in zip(clock.drawn, clock.drawn[1:], strict=False)]
     assert clock.drawn[0] == 100
-    only_at_the_end, before = LiveReport(read_run(tmp_path / "run"), 0.0), len(clock.drawn)
+    only_at_the_end, before = live_report(read_run(tmp_path / "run"), 0.0), len(clock.drawn)
     for record, drawn in (({"step": 1, "loss": 1.0}, 0), (END, 1)):
-        only_at_the_end.add(record)
+        only_at_the_end(record)
         assert len(clock.drawn) == before + drawn
     assert all(apart <= gap <= apart + 1.5 for gap in gaps)
     assert len(gaps) > 10
@@ -57,17 +57,17 @@ def test_a_report_is_drawn_no_more_often_than_asked_and_takes_a_small_share_of_t
 
 def test_where_a_page_cannot_be_written_the_one_before_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = write_run(tmp_path / "run")
-    report = LiveReport(read_run(run), 1.0)
-    report.add({"step": 41, "loss": 1.0})
+    report = live_report(read_run(run), 1.0)
+    report({"step": 41, "loss": 1.0})
     before = (run / "report.html").read_text()
     with monkeypatch.context() as patch:
-        patch.setattr(write_module, "write_atomically", Mock(side_effect=OSError(28, "No space left on device")))
+        patch.setattr(page_module.files, "write_atomically", Mock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(OSError, match="No space left on device"):
-            report.add(END)
+            report(END)
     assert (run / "report.html").read_text() == before
     (run / "report.html").write_text("mine")
     with pytest.raises(OSError, match="holds something else than the report of a run"):
-        report.add(END)
+        report(END)
     assert (run / "report.html").read_text() == "mine"
 
 

@@ -1,13 +1,17 @@
-"""A file takes the place of its own kind alone, and a run takes no folder that holds files of others."""
+"""Files of users are read or refused by name, and replaced by their own kind alone; a run takes no folder of others."""
 
+import json
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megalite.config import durable_files
+from megalite.config import files
 from megalite.config.compose import load_config
-from megalite.config.durable_files import STATUS, Kind, write_atomically
+from megalite.config.files import STATUS, Kind, as_record, read_bytes, read_object, read_yaml, write_atomically
 from megalite.errors.problems import UserError
 from tests.config.refusal import refusal, settings
 
@@ -24,7 +28,7 @@ WRITTEN = {
     "COMPARISON": b'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
     b'<meta name="generator" content="megalite comparison"/>\n',
 }
-KINDS: dict[str, Kind] = {name: getattr(durable_files, name) for name in WRITTEN}
+KINDS: dict[str, Kind] = {name: getattr(files, name) for name in WRITTEN}
 FOREIGN = {
     "text": b"Call me Ishmael.\n",
     "binary": b"\x00\xff" * 3000,
@@ -136,3 +140,57 @@ def test_logs_and_what_a_killed_start_has_left_are_no_files_of_others(tmp_path: 
     assert taken(tmp_path)
     (tmp_path / "lock").write_bytes(WRITTEN["RUN_LOCK"])
     assert taken(tmp_path)
+
+
+# --- files that are read ----------------------------------------------------------------------------------------------
+
+
+def test_a_file_that_is_missing_a_folder_a_fifo_or_a_device_is_refused_without_waiting(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name in ("missing", "folder", "fifo", "zero"):
+        with pytest.raises(UserError, match=f"{tmp_path / name}: "):
+            read_bytes(tmp_path / name)
+
+
+NO_JSON = [b"\xff{}", b"{", b"", b"[" * 100_000, b"1" * 5_000, b"\x00"]
+NO_YAML = [b"\xff", b"a: [", b"a: 1\na: 2", b"!!python/object/apply:os.system [true]", b"[" * 20_000]
+
+
+@pytest.mark.parametrize(
+    ("read", "content"), [*((read_object, c) for c in NO_JSON), *((read_yaml, c) for c in NO_YAML)]
+)
+def test_content_of_another_kind_is_refused(tmp_path: Path, read: Callable[[Path], Any], content: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=f"{path}: "):
+        read(path)
+
+
+@dataclass
+class Line:
+    step: int
+    loss: float
+    note: str | None = None
+
+
+@pytest.mark.parametrize(
+    ("found", "named"),
+    [
+        ({"step": -1, "loss": 1.0}, "step=-1"),
+        ({"step": True, "loss": 1.0}, "step=True"),
+        ({"step": 1, "loss": "low"}, "loss='low'"),
+        ({"step": 1, "loss": 1.0, "note": 3}, "note=3"),
+        ({"loss": 1.0}, "'step'"),
+        ([1, 2], "object"),
+    ],
+)
+def test_a_record_names_the_field_that_is_wrong(found: Any, named: str) -> None:
+    with pytest.raises(UserError, match=named):
+        as_record(Line, found, "line 7")
+
+
+def test_a_record_takes_what_fits_and_ignores_what_it_does_not_know() -> None:
+    text = '{"step": 3, "loss": 2, "later": "field"}'
+    assert as_record(Line, json.loads(text), "line 7") == Line(3, 2.0)

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from megalite.data import cuts
-from megalite.data.cuts import CONTEXT
 from megalite.data.tokenizers import TextTokenizer
-from megalite.prepare import reading
-from megalite.prepare.reading import in_pieces
+from megalite.prepare import cuts
+from megalite.prepare.cuts import CONTEXT, cut_for, in_pieces
+from megalite.prepare.tokenizing import encode_pieces
 
 DRAW = random.Random(1)
 VOCABULARY = ["if", "x", "1234567:", "don't", "word", "12", "(é)", "日本", "end.", "the", "quick", "A.", "é", "12345"]
@@ -76,13 +75,12 @@ WHOLE = ("of 500", "unigram, whole")  # for which there is no place, or none tha
 def encoded(tokenizer: TextTokenizer, text: str, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], int]:
     """The ids of a document as it is prepared, and in how many pieces that was."""
     monkeypatch.setattr(cuts, "WIDE", 600)
-    monkeypatch.setattr(reading, "WIDE", 600)
-    monkeypatch.setattr(reading, "PIECE", 5000)
+    monkeypatch.setattr(cuts, "PIECE", 5000)
     blocks = [text[at : at + 1700] for at in range(0, len(text), 1700)]
-    parts = [piece for piece in in_pieces(blocks, tokenizer.cut) if piece]
+    parts = [piece for piece in in_pieces(blocks, cut_for(tokenizer)) if piece]
     assert "".join(parts) == text
     before = ["", *(part[-CONTEXT:] for part in parts)]
-    return np.concatenate(tokenizer.encode_many(parts, before[:-1])).tolist(), len(parts)
+    return np.concatenate(encode_pieces(tokenizer, [*zip(before[:-1], parts, strict=True)])).tolist(), len(parts)
 
 
 @pytest.mark.parametrize("kind", MAKE)

@@ -1,0 +1,82 @@
+"""Where a long document can be cut so that its pieces, encoded one after the other, have the ids of the whole.
+
+A `Cut` takes a text and a place, and gives the next place from there on, or 0 for none. The end of the text before a
+place is encoded together with what follows, and its tokens are left out again: so a space that the tokenizer puts
+before every text is put before the document alone.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+
+import numpy as np
+
+from megalite.data.tokenizers import TextTokenizer
+
+Cut = Callable[[str, int], int]
+PIECE = 1 << 20  # characters after which a document is cut
+CONTEXT = 256  # characters that are given to the tokenizer again
+WIDE = 1 << 14  # characters on each side in which a place must not matter
+NEAR = (CONTEXT, CONTEXT - 1, CONTEXT - 5, CONTEXT - 13)  # characters before a place
+TRIED = 32  # places
+LONG = 128  # characters of a word near a place where words may be found by a pattern that looks far
+BEHIND_A_WORD = re.compile(r"(?<=[^\W_])\s")
+
+
+def in_pieces(blocks: Iterable[str], cut: Cut) -> Iterator[str | None]:
+    """The document that the blocks are together, in pieces of about PIECE characters, and its end."""
+    buffer, sought = "", PIECE  # where to seek the next place: those before are no places
+    for block in blocks:
+        buffer, start = buffer + block, 0
+        while len(buffer) > sought and (stop := cut(buffer, sought)):
+            yield buffer[start:stop]
+            start, sought = stop, stop + PIECE
+        sought = max(sought, len(buffer) - 2 * WIDE) - start
+        buffer = buffer[start:]
+    if buffer:
+        yield buffer
+    yield None
+
+
+def behind_a_word(text: str, start: int) -> int:
+    """A place between a letter or digit and a blank: there GPT-2's byte-level BPE begins a word."""
+    found = BEHIND_A_WORD.search(text, start)
+    return found.start() if found else 0
+
+
+def cut_for(tokenizer: TextTokenizer) -> Cut:
+    """Places behind a word where the tokens do not depend on where a text begins and ends, near and far away, and where
+    words are short if the tokenizer finds them by a pattern."""
+    steps, spec = tokenizer.backend.pre_tokenizer, tokenizer.spec
+    words = spec["pre_tokenizer"] or {"type": None}
+    plain = words["type"] == "ByteLevel" and words["use_regex"] and not words["add_prefix_space"]
+    plain = plain and spec["normalizer"] is None and all(token["special"] for token in spec["added_tokens"])
+    if plain or tokenizer.table is not None:
+        return behind_a_word
+    # A Unigram model adds up scores over all of a word: ties in a long word are decided by rounding. No place is sure.
+    if spec["model"]["type"] == "Unigram" and (steps is None or len(steps.pre_tokenize_str("a b")) < 2):
+        return lambda text, start: 0
+    far = any(tokenizer.mentions(kind, "pre_tokenizer") for kind in ("Split", "FixedLength"))
+
+    def cut(text: str, start: int) -> int:
+        places = BEHIND_A_WORD.finditer(text, max(start, WIDE), max(0, len(text) - WIDE))
+        for at in (place.start() for place in islice(places, TRIED)):
+            near = steps.pre_tokenize_str(text[at - CONTEXT : at + CONTEXT]) if far else []
+            if all(stop - begin <= LONG for _, (begin, stop) in near) and _agree(tokenizer, text, at):
+                return at
+        return 0
+
+    return cut
+
+
+def _agree(tokenizer: TextTokenizer, text: str, at: int) -> bool:
+    """Whether the tokens before a place are the same with what follows, and those behind it whatever stands before."""
+    for right, lefts in ((CONTEXT, NEAR), (CONTEXT - 9, NEAR), (WIDE, (CONTEXT, WIDE))):
+        heads = tokenizer.encode_many([text[at - left : at] for left in lefts])
+        both = tokenizer.encode_many([text[at - left : at + right] for left in lefts])
+        behind = [ids[len(head) :] for head, ids in zip(heads, both, strict=True)]
+        if not all(np.array_equal(ids[: len(head)], head) for head, ids in zip(heads, both, strict=True)):
+            return False
+        if not all(np.array_equal(ids, behind[0]) for ids in behind):
+            return False
+    return True
