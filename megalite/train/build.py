@@ -22,6 +22,7 @@ from megalite.config.schedule_rules import ScheduleRequest
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, value_of, with_values, yaml_value
 from megalite.context_parallel.exchange import CpGroups, Waiting
+from megalite.data.batches import DataShare
 from megalite.errors.problems import Problem, UserError, collect
 from megalite.launch.context import CPU, ParallelContext
 from megalite.launch.device import (
@@ -197,11 +198,10 @@ def context_ranks(config: Config, context: ParallelContext, waiting: Waiting = n
     return CpGroups(alltoall, ring, exchange_of(config).gathers, sharing, waiting)
 
 
-def data_share(config: Config, context: ParallelContext) -> dict[str, Any]:
-    """The part of each global batch that this rank reads: arguments of the functions that read batches."""
+def data_share(config: Config, context: ParallelContext) -> DataShare:
+    """The part of each global batch that this rank reads."""
     cp = context_ranks(config, context)
-    sequence = CpShard() if cp is None else cp.share
-    return {"dp_rank": context.index("dp"), "dp_size": context.size("dp"), "sequence": sequence}
+    return DataShare(context.index("dp"), context.size("dp"), CpShard() if cp is None else cp.share)
 
 
 def fill_with_start_values(

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -26,7 +26,7 @@ from megalite.checkpoint.run_folder import RunFolder
 from megalite.config.files import write_atomically
 from megalite.config.schema import Config
 from megalite.config.step_plan import planned_steps
-from megalite.data.batches import StepBatches, TrainBatches, validation_batches
+from megalite.data.batches import StepBatches, train_batches, validation_batches
 from megalite.data.open import OpenedData
 from megalite.errors.problems import Problem, UserError, refuse
 from megalite.errors.words import several
@@ -162,15 +162,15 @@ def train(job: Job, saver: Saver) -> None:
     saver.save_last()
 
 
-def batches_of(job: Job) -> TrainBatches:
+def batches_of(job: Job) -> AbstractContextManager[Iterator[StepBatches]]:
     """This rank's batches of all remaining steps."""
     train, progress, device = job.config.train, job.progress, job.context.device
     steps = planned_steps(train, done=progress.step, samples=progress.samples)
     steps = takewhile(lambda planned: planned.step <= train.steps, steps)
-    return TrainBatches(job.data.train, job.config, steps, **data_share(job.config, job.context), device=device)
+    return train_batches(job.data.train, job.config, steps, device, data_share(job.config, job.context))
 
 
-def next_batch(job: Job, batches: TrainBatches) -> StepBatches | None:
+def next_batch(job: Job, batches: Iterator[StepBatches]) -> StepBatches | None:
     """The data of the next step, None after the last."""
     with job.training.clock.within("data"):
         return next(batches, None)
@@ -248,7 +248,7 @@ def evaluate_model(job: Job, step: int) -> None:
     """The validation set after a step."""
     assert job.data.validation is not None, "else no evaluation is due"
     begin, share = time.perf_counter(), data_share(job.config, job.context)
-    batches = validation_batches(job.data.validation, job.config, **share, device=job.context.device)
+    batches = validation_batches(job.data.validation, job.config, job.context.device, share)
     metrics = evaluate(job.training, job.context, batches, job.data.bytes_of_ids, job.go_on)
     if metrics is None:
         job.log.note(BROKEN_OFF.format("evaluation", step))
