@@ -14,9 +14,9 @@ from megalite.commands.command import RANKS, WORLD_SIZE, Shown, command, option
 from megalite.commands.train import train_rank
 from megalite.config.arguments import number_from
 from megalite.config.schema import A_YEAR_S
-from megalite.errors.problems import REFUSED, to_stderr
+from megalite.errors.problems import to_stderr
 from megalite.verify.running import RunFailure
-from megalite.verify.verify import load, verify
+from megalite.verify.shrink import load
 
 SECONDS = number_from(0, A_YEAR_S, above=True, whole=False)
 
@@ -28,9 +28,12 @@ SECONDS = number_from(0, A_YEAR_S, above=True, whole=False)
 )
 def main(options: Namespace, overrides: list[str]) -> Shown:
     config, world_size = load(overrides, options.world_size, options.dp)
+    from megalite.verify import verify  # and torch
+
     try:
-        lines, equal = verify(config, world_size, train_rank, options.timeout)
+        lines, equal = verify.verify(config, world_size, train_rank, options.timeout)
     except RunFailure as failure:
-        to_stderr(str(failure) if failure.status == REFUSED else f"FAIL: {failure}")
-        return Shown(status=failure.status)
+        words, status = failure.args
+        to_stderr(words)
+        return Shown(status=status)
     return Shown(lines, 0 if equal else 1)
