@@ -19,9 +19,8 @@ from megalite.kernels.fp8 import E4M3, OF_GRADIENTS, fp8_input_gradient, fp8_lin
 from megalite.kernels.products import add_transposed_product
 from megalite.kernels.rotate import rotate
 from megalite.launch.device import KERNELS, use_attention
-from megalite.model.loss import linear_cross_entropy
+from megalite.model.loss import TokenLoss, linear_cross_entropy
 from megalite.model.rotary import rotary_tables
-from megalite.tensor_parallel.cross_entropy import TokenLoss
 
 Errors = dict[str, float]
 
@@ -128,7 +127,7 @@ def head_and_loss(device: torch.device) -> Errors:
     labels, kept = torch.randint(0, v, (n,), device=device), torch.ones(n, dtype=torch.bool, device=device)
     scale, main_grad = torch.full((), 1 / n, device=device), torch.zeros(v, h, device=device)
     hidden.requires_grad_(), weight.requires_grad_()
-    token_loss, compiled = TokenLoss(v, v, None, v, 0.0, 0.0), device.type == "cuda"
+    token_loss, compiled = TokenLoss(v, None, v, 0.0, 0.0), device.type == "cuda"
     loss = linear_cross_entropy(hidden, weight, labels, kept, scale, token_loss, main_grad=main_grad, compile=compiled)
     loss.backward()
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]

@@ -94,13 +94,6 @@ def is_tiled(shape: Sequence[int], parts: Iterable[Box]) -> bool:
     return not any(corners.values())
 
 
-class FileRecord(NamedTuple):
-    """Size and xxh3_128 of one file."""
-
-    size: int
-    hash: str
-
-
 class StoredBox(NamedTuple):
     """One box of a tensor: its elements lie in row-major order from byte `start` of `file` on."""
 
@@ -124,7 +117,7 @@ class Manifest:
 
     step: int
     about: dict[str, Any]
-    files: dict[str, FileRecord]
+    files: dict[str, tuple[int, str]]  # size and xxh3_128 of each
     tensors: dict[str, StoredTensor]
 
     def render(self) -> bytes:
@@ -145,7 +138,7 @@ class Manifest:
             raise UserError(Problem(str(checkpoint), "of another version", rule, remedy))
         if fields["step"] != step_of(checkpoint):
             raise ValueError(f"it says that it is step {fields['step']}")
-        files = {name: FileRecord(*record) for name, record in fields["files"].items()}
+        files = {name: (size, expected) for name, (size, expected) in fields["files"].items()}
         tensors = {
             name: StoredTensor(dtype, tuple(shape), [StoredBox(*box) for box in stored])
             for name, (dtype, shape, stored) in fields["tensors"].items()
@@ -172,11 +165,11 @@ def digest(content: bytes) -> str:
     return xxhash.xxh3_128(content).hexdigest()
 
 
-def file_fault(folder: Path, name: str, expected: FileRecord) -> str | None:
-    """What is wrong with a file of a checkpoint; None if it is as the manifest says."""
+def file_fault(folder: Path, name: str, expected: str) -> str | None:
+    """What is wrong with a file of a checkpoint; None if it has the `expected` hash."""
     try:
         with open(folder / name, "rb", buffering=0) as file:
             found = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
     except OSError as error:
         return f"{name} cannot be read: {error.strerror}"
-    return None if found == expected.hash else f"{name} is damaged"
+    return None if found == expected else f"{name} is damaged"

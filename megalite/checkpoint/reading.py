@@ -101,33 +101,31 @@ def newest(
 
 
 def inspect(path: Path, context: ParallelContext, *, json_only: bool = False) -> Found | str:
-    """The checkpoint at `path`, or what is wrong with it. Rank 0 reads its JSON, then all ranks verify its files unless
+    """The checkpoint at `path`, or what is wrong with it; collective. Each rank verifies a part of its files, unless
     `json_only`. UserError where another version of megalite has written it."""
 
-    def read() -> list[str]:
-        """The bytes of both files as characters, for JSON to carry; or the one thing that is wrong."""
+    def look() -> Found | str:
         if path.is_symlink() and not path.exists():
             remedy = "mount its disk, or delete the link to go on from the checkpoint before"
             rule = f"it is a link to {path.readlink()}, and nothing is there"
             raise UserError(Problem("run_dir", str(path), rule, remedy))
         try:
-            return [(path / name).read_bytes().decode("latin-1") for name in (MANIFEST, STATE)]
+            content, saved = ((path / name).read_bytes() for name in (MANIFEST, STATE))
+            manifest, state = Manifest.parse(content, path), json.loads(saved)
         except OSError as error:
-            return [f"{Path(error.filename or path).name} cannot be read: {error.strerror}"]
-
-    content, *rest = (text.encode("latin-1") for text in rank0_broadcast(context, read))
-    if not rest:
-        return str(content, "latin-1")
-    try:
-        manifest, state = Manifest.parse(content, path), json.loads(rest[0])
-        if digest(rest[0]) != manifest.files[STATE].hash:
+            return f"{Path(error.filename or path).name} cannot be read: {error.strerror}"
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            return f"{MANIFEST} or {STATE} is damaged: {error}"
+        if digest(saved) != manifest.files[STATE][1]:
             return f"{STATE} is damaged"
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return f"{MANIFEST} or {STATE} is damaged: {error}"
-    by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name].size, name))
-    mine = [] if json_only else by_size[context.rank :: context.world_size]
-    faults = context.gather_json([fault for name in mine if (fault := file_fault(path, name, manifest.files[name]))])
-    return "; ".join([fault for of_rank in faults for fault in of_rank][:3]) or Found(path, manifest, state, context)
+        by_size = sorted(manifest.files, key=lambda name: (-manifest.files[name][0], name))
+        mine = [] if json_only else by_size[context.rank :: context.world_size]
+        faults = [fault for name in mine if (fault := file_fault(path, name, manifest.files[name][1]))]
+        return "; ".join(faults[:3]) or Found(path, manifest, state, context)
+
+    found = all_ranks_or_raise(context, look)
+    faults = context.gather_json([found] if isinstance(found, str) else [])
+    return "; ".join(dict.fromkeys(fault for of_rank in faults for fault in of_rank)) or found
 
 
 def _read_all(folder: Path, saved: Mapping[str, StoredTensor], pieces: Sequence[Piece]) -> None:

@@ -64,11 +64,10 @@ _UNREMARKABLE = (
 
 
 class RunLock:
-    """A lock that this job has and that names it as the `holder`; beats until released.
+    """A lock that names this job as its `holder`, and beats until it is released.
 
-    On one host the kernel's lock on the file (flock) decides: it ends with the process, so a killed job's lock is taken
-    over at once. Another host may not see that kernel lock. There the heartbeat decides: a lock whose modification time
-    stands still while we watch belongs to a dead job. The time is never compared with our clock.
+    On one host the kernel's lock on the file (flock) decides: it ends with the process. Another host may not see it.
+    There a lock whose modification time stands still while we watch belongs to a dead job: clocks may disagree.
     """
 
     def __init__(self, path: Path, *, beat_s: float = 5.0, patience_s: float = 25.0) -> None:
@@ -149,30 +148,55 @@ class RunFolder:
         self.path, self.checkpoints = path, path / CHECKPOINTS
         self.lock: RunLock | None = None  # on rank 0
         self._new: list[Path] = []  # what was not there before this start, on rank 0: innermost first
+
+        def lock() -> tuple[str, list[str], dict[str, Any]]:
+            with _usable(path):
+                run_id, changes = self._examine(resume, config, fingerprint)
+                return run_id or secrets.token_hex(8), changes, self._lock()
+
         try:
-            opened = rank0_broadcast(context, lambda: self._open(resume, config, fingerprint))
-            self.run_id, self.changes, holder = opened
+            self.run_id, self.changes, holder = rank0_broadcast(context, lock)
             all_ranks_or_raise(context, lambda: self._find(holder), patient=True)
         except BaseException:
             self.withdraw()
             raise
         self.labels = {"run_id": self.run_id, "data_fingerprint": fingerprint}  # for run.json and manifests
 
-    def _open(self, resume: str, config: Mapping[str, Any], fingerprint: str) -> tuple[str, list[str], dict[str, Any]]:
-        """Check the folder, lock it, and clear up after killed jobs; the run's id, its changes, the lock's holder."""
-        with _usable(self.path):
-            run_id, changes = examine(self.path, resume, config, fingerprint)
-            names = (LOCK,) if (self.path / RUN).exists() else OWN
-            places = (*(self.path / name for name in names), self.path, *self.path.parents)
-            self._new = [place for place in places if not os.path.lexists(place)]
-            self.path.mkdir(parents=True, exist_ok=True)
-            try:
-                self.lock = RunLock(self.path / LOCK)
-            except UserError:  # another job has it, and what has appeared since is that job's
-                self._new = []
-                raise
-            recover(self.checkpoints)
-        return run_id or secrets.token_hex(8), changes, self.lock.holder
+    def _examine(self, resume: str, config: Mapping[str, Any], fingerprint: str) -> tuple[str, list[str]]:
+        """The id of the run that the folder holds and which settings have changed since; nothing is touched. The id is
+        empty where there is nothing to continue: no run, or one that was killed before its first checkpoint."""
+        refuse([*run_dir_problems(str(self.path), self.path)])
+        run = read_object(self.path / RUN) if (self.path / RUN).exists() else {}
+        if run and resume == "never":
+            rule, remedy = "the folder holds a run already", "set another run_dir, or resume=auto to continue that run"
+            raise UserError(Problem("run_dir", str(self.path), f"{rule}, and resume=never was asked for", remedy))
+        checkpoints = [checkpoint for _, checkpoint in committed(self.checkpoints)]
+        if not checkpoints:
+            return "", []
+        # Before all ranks verify the checkpoints: the newest whose JSON is intact says what the run was started with.
+        looked_at = (inspect(checkpoint, ParallelContext(), json_only=True) for checkpoint in checkpoints)
+        saved: dict[str, Any] = next((found.state["config"] for found in looked_at if isinstance(found, Found)), {})
+        problems, changes = compare(saved, config)
+        if (before := run.get("data_fingerprint")) != fingerprint:
+            rule = f"data or tokenizer differ from the run's (fingerprint {before})"
+            remedy = "use those of the run, or another run_dir for a new run"
+            problems.append(Problem("data", fingerprint, rule, remedy))
+        refuse(problems)
+        return str(run.get("run_id", "")), changes
+
+    def _lock(self) -> dict[str, Any]:
+        """Lock the folder, which is made where it is not there, and clear up after killed jobs; the lock's holder."""
+        names = (LOCK,) if (self.path / RUN).exists() else OWN
+        places = (*(self.path / name for name in names), self.path, *self.path.parents)
+        self._new = [place for place in places if not os.path.lexists(place)]
+        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.lock = RunLock(self.path / LOCK)
+        except UserError:  # another job has it, and what has appeared since is that job's
+            self._new = []
+            raise
+        recover(self.checkpoints)
+        return self.lock.holder
 
     def _find(self, holder: dict[str, Any]) -> None:
         """UserError unless this rank sees the lock that rank 0 has taken: else it would write checkpoints elsewhere."""
@@ -213,41 +237,17 @@ class RunFolder:
         self.close()
 
 
-def examine(path: Path, resume: str, config: Mapping[str, Any], fingerprint: str) -> tuple[str, list[str]]:
-    """The id of the run that `path` holds and which settings have changed since; nothing is touched.
-
-    The id is empty where there is nothing to continue: no run, or one that was killed before its first checkpoint.
-    """
-    refuse([*run_dir_problems(str(path), path)])
-    run = read_object(path / RUN) if (path / RUN).exists() else {}
-    checkpoints = [checkpoint for _, checkpoint in committed(path / CHECKPOINTS)]
-    if run and resume == "never":
-        rule = "the folder holds a run already, and resume=never was asked for"
-        raise UserError(Problem("run_dir", str(path), rule, "set another run_dir, or resume=auto to continue that run"))
-    if not checkpoints:
-        return "", []
-    # Before all ranks verify the checkpoints: the newest whose JSON is intact says what the run was started with.
-    looked_at = (inspect(checkpoint, ParallelContext(), json_only=True) for checkpoint in checkpoints)
-    intact = next((found for found in looked_at if isinstance(found, Found)), None)
-    problems, changes = compare(intact.state["config"] if intact else {}, config)
-    if (before := run.get("data_fingerprint")) != fingerprint:
-        rule = f"data or tokenizer differ from the run's (fingerprint {before})"
-        problems.append(Problem("data", fingerprint, rule, "use those of the run, or another run_dir for a new run"))
-    refuse(problems)
-    return str(run.get("run_id", "")), changes
-
-
 def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[Problem], list[str]]:
     """All refused differences, and the allowed ones in words. Settings that only one side knows are passed over."""
-    before, now = leaves(saved), leaves(current)
-    problems, changes = [], []
+    before, now, problems, changes = leaves(saved), leaves(current), list[Problem](), list[str]()
     grows = before.get(_LENGTH, 0) < now.get(_LENGTH, 0)
     if grows and now.get(_RAMP) is not None:
         rule = f"it counts samples, of which the run has consumed fewer when {_LENGTH} grows"
         problems.append(Problem(_RAMP, now[_RAMP], rule, f"{_RAMP}=null"))
-    changed = {name for name in before.keys() & now.keys() if before[name] != now[name]}
-    for name in sorted(changed.difference(_UNREMARKABLE)):
+    for name in sorted((before.keys() & now.keys()).difference(_UNREMARKABLE)):
         fixed = name.startswith(_FIXED) and not name.startswith(_FREE)
+        if before[name] == now[name]:
+            continue
         if not grows if name.startswith(_WITH_LENGTH) else fixed:
             rule = f"the run in this folder was started with {name}={plain(before[name])}"
             remedy = f"set {name}={yaml_value(before[name])}, or another run_dir for a new run"

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from megalite.checkpoint import commit
 from megalite.checkpoint.commit import STATE, step_name
-from megalite.checkpoint.manifest import DTYPES, MANIFEST, FileRecord, Manifest, Piece, StoredBox, StoredTensor, digest
+from megalite.checkpoint.manifest import DTYPES, MANIFEST, Manifest, Piece, StoredBox, StoredTensor, digest
 from megalite.config.files import write_new
 from megalite.launch.context import ParallelContext, StorageFailure, all_ranks_or_raise, rank0_broadcast
 
@@ -131,7 +131,7 @@ def write_file(path: Path, pieces: Sequence[Piece]) -> list[Any]:
             file.write(data)
         file.flush()
         os.fsync(file.fileno())
-        record = FileRecord(file.tell(), hashed.hexdigest())
+        record = file.tell(), hashed.hexdigest()
     boxes = [
         [piece.name, dtype, piece.logical_shape, path.name, len(header) + start, piece.offsets, piece.tensor.shape]
         for piece, dtype, start in zip(pieces, dtypes, ends, strict=False)
@@ -157,8 +157,7 @@ def _commit(
     content = (json.dumps(state, indent=1) + "\n").encode()
     write_new(temporary / STATE, content)
     written = [record for record in records if record]
-    files = {name: FileRecord(*record) for name, record, _ in written}
-    files[STATE] = FileRecord(len(content), digest(content))
+    files = {STATE: (len(content), digest(content)), **{name: tuple(record) for name, record, _ in written}}
     tensors: dict[str, StoredTensor] = {}
     for name, dtype, shape, *box in chain.from_iterable(boxes for _, _, boxes in written):
         stored = tensors.setdefault(name, StoredTensor(dtype, shape, []))
@@ -170,7 +169,7 @@ def _commit(
     if why := lost():
         raise OSError(why)
     commit.publish(temporary, step)
-    return sum(record.size for record in files.values())
+    return sum(size for size, _ in files.values())
 
 
 class BackgroundSaves:

@@ -13,6 +13,7 @@ from megalite.errors.problems import REFUSED, UserError, collect, open_closed_st
 from megalite.observe.readable import print_lines
 from megalite.plan.picture import Picture, picture_problems, save_picture
 
+ONE_OF = {"--world-size", "--dp"}  # options that exclude each other
 Option = tuple[tuple[str, ...], dict[str, Any]]
 
 
@@ -37,10 +38,10 @@ class Command(NamedTuple):
         end = "OVERRIDES are those of pretrain_gpt.py (docs/configuration.md). Exit status 2: refused."
         kind = argparse.RawDescriptionHelpFormatter
         parser = Parser(description=about, epilog=end, formatter_class=kind, allow_abbrev=False)
-        one_of = parser.add_mutually_exclusive_group()
+        has_both = {names[0] for names, _ in self.options} >= ONE_OF
+        one_of = parser.add_mutually_exclusive_group() if has_both else parser
         for names, settings in self.options:
-            is_world = names[0] in ("--world-size", "--dp") and "required" not in settings
-            (one_of if is_world else parser).add_argument(*names, **settings)
+            (one_of if names[0] in ONE_OF else parser).add_argument(*names, **settings)
         parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} [OVERRIDES ...]"
         return parser.parse_known_args(arguments)
 

@@ -1,6 +1,6 @@
-"""`megalite plan ...`: what a layout does, before anything runs. OVERRIDES are those of pretrain_gpt.py.
+"""`megalite plan ...` and `verify`: what a layout does, before anything runs. OVERRIDES are those of pretrain_gpt.py.
 
-No data is read, no GPU is used, no torch is imported.
+No data is read, no GPU is used; `plan` imports no torch.
 """
 
 import shutil
@@ -11,14 +11,16 @@ from dataclasses import replace
 from functools import partial
 
 from megalite.commands.command import COUNT, PICTURE, RANKS, WORLD_SIZE, Shown, command, option
+from megalite.commands.train import train_rank
 from megalite.config import parallel_rules as rules
 from megalite.config.arguments import number_from
 from megalite.config.compose import load_config, load_values, names_of
 from megalite.config.derive import derive_vocabulary, schedule_request
 from megalite.config.layout import STAGE_NAMES, dense_ranks, stage_settings
 from megalite.config.rule import Case, problems_of
+from megalite.config.schema import A_YEAR_S
 from megalite.config.settings import with_values
-from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse
+from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse, to_stderr
 from megalite.layout.ranks import header_lines
 from megalite.layout.stages import stage_layers
 from megalite.optim.rank_buffers import bytes_of_rank, rank_buffers
@@ -27,7 +29,7 @@ from megalite.pipeline.schedules import build_schedule
 from megalite.plan.buffers_table import buffer_lines
 from megalite.plan.ranks import groups_of, json_lines, ranks_picture, stage_lines, table_lines
 from megalite.plan.timeline import FORWARD_PASSES, schedule_picture, simulated
-from megalite.verify.shrink import vocabulary_of
+from megalite.verify.shrink import load, vocabulary_of
 
 LABELS = {"world_size": "--world-size", "split_rank": "--pp-split-rank"}
 SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp")
@@ -36,6 +38,7 @@ SCHEDULE_READ = (  # of the model and of other axes nothing is asked
     *(f"parallel.{name}" for name in ("pp", "vpp", "schedule", "microbatch_group_size")),
     *("train.global_batch_size", "train.micro_batch_size"),
 )
+SECONDS = number_from(0, A_YEAR_S, above=True, whole=False)
 MOST_CELLS = 64  # actions of a rank that are listed
 
 
@@ -129,6 +132,34 @@ def buffers(options: Namespace, overrides: list[str]) -> Shown:
     config = derive_vocabulary(config, vocabulary_of(config))
     world = rules.checked_layout(Case(config, world_size))
     kept = partial(bytes_of_rank, precision=config.precision, optimizer=config.optimizer)
-    axes, *of_experts = header_lines(world)[: 1 + world.has_experts]
+    axes, *of_experts = header_lines(world)
     about = f"{config.model.name}, {axes}, {config.precision}, vocabulary {config.model.vocab_size:,}"
     return Shown([about, *of_experts, *buffer_lines(rank_buffers(config, world, options.rank), kept)])
+
+
+@command(
+    WORLD_SIZE,
+    option("--dp", **RANKS, help="data-parallel size (default: 2 where that makes at most 8 ranks)"),
+    option("--timeout", type=SECONDS, default=300.0, metavar="S", help="a hang is a failure (default: %(default)g)"),
+)
+def verify(options: Namespace, overrides: list[str]) -> Shown:
+    """Whether a layout trains like one process: your config, made small, on CPU processes and on one, in fp64.
+
+    python -m megalite verify --dp 2 model=llama3_8b parallel.tp=2 parallel.sequence_parallel=false
+    python -m megalite verify --world-size 64 model=gpt3_175b parallel.tp=8 train.global_batch_size=64
+
+    The model shrinks, its features and what divides what stay; above 8 ranks each axis shrinks to its least factor,
+    mostly 2. Nothing stays.
+    Exit status: 0 the layout computes the same, 1 it does not (or a rank failed or hung), 2 refused.
+    """
+    config, world_size = load(overrides, options.world_size, options.dp)
+    from megalite.verify import verify as verification  # and torch
+    from megalite.verify.running import RunFailure
+
+    try:
+        lines, equal = verification.verify(config, world_size, train_rank, options.timeout)
+    except RunFailure as failure:
+        words, status = failure.args
+        to_stderr(words)
+        return Shown(status=status)
+    return Shown(lines, 0 if equal else 1)

@@ -72,7 +72,7 @@ def check(argv: list[str]) -> tuple[Config, ProcessEnvironment]:
 def train_rank(config: Config, environment: ProcessEnvironment) -> int:
     """Train as `config` says, on this rank: the exit status. Packages that training does not import meet it here."""
     from megalite.hf.import_model import import_model
-    from megalite.launch.preflight import look_at_nodes
+    from megalite.launch.preflight import preflight, table
     from megalite.observe.about import open_views, start_fields
     from megalite.observe.terminal import Terminal
     from megalite.prepare.prepare import examine, prepare
@@ -83,7 +83,7 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
         examine=examine,
         prepare=lambda config: prepare(config, terminal.preparing),
         read_weights=import_model,
-        look_at_nodes=look_at_nodes,
+        look_at_nodes=lambda context, folder: table(preflight(context, folder)),
         say=terminal.print,
         open_views=lambda job, note: open_views(job, terminal, note),
         about=start_fields,

@@ -177,8 +177,8 @@ def _of_recipe(path: Path, values: Values, named: Collection[str]) -> dict[str, 
 
 def _saved(path: Path) -> dict[str, Any]:
     """The values in a run's config.yaml by name, without those that were derived or concern one start."""
-    with refusing(path, remedy := "restore it from a copy, or give all settings"):
-        saved = read_yaml(path, remedy)
+    with refusing(path, hint := "restore it from a copy, or give all settings"):
+        saved = read_yaml(path, hint)
         derived = saved.pop(DERIVED, []) if isinstance(saved, dict) else None
         if not isinstance(derived, list):
             raise ValueError("holds no settings of a run")

@@ -41,7 +41,7 @@ Record = TypeVar("Record")
 
 
 @contextlib.contextmanager
-def refusing(place: Path | str, remedy: str = RESTORE) -> Iterator[None]:
+def refusing(place: Path | str, hint: str = RESTORE) -> Iterator[None]:
     """Turns what goes wrong with a file inside into a UserError that names it. The words of a ValueError stand."""
     try:
         yield
@@ -49,9 +49,9 @@ def refusing(place: Path | str, remedy: str = RESTORE) -> Iterator[None]:
         said = getattr(error, "strerror", None) or " ".join(str(error).split())
         kind = UserError
         if isinstance(error, OSError) and error.errno:  # libraries raise an OSError without a number for a bad content
-            kind, remedy = UnavailableError, of_system(error, remedy)
+            kind, hint = UnavailableError, of_system(error, hint)
         rule = said if type(error) is ValueError else f"cannot be read: {said}"
-        raise kind(Problem(str(place), NO_VALUE, rule, remedy, here=True)) from error
+        raise kind(Problem(str(place), NO_VALUE, rule, hint, here=True)) from error
 
 
 def absolute(path: str) -> str:
@@ -59,34 +59,34 @@ def absolute(path: str) -> str:
     return os.path.abspath(os.path.expanduser(path))
 
 
-def read_bytes(path: Path, remedy: str = RESTORE) -> bytes:
+def read_bytes(path: Path, hint: str = RESTORE) -> bytes:
     """The content of a regular file; UserError where it is missing, unreadable, a folder or a device."""
-    with refusing(path, remedy), open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+    with refusing(path, hint), open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise ValueError("is not a regular file")
         return file.read()
 
 
-def read_text(path: Path, remedy: str = RESTORE) -> str:
+def read_text(path: Path, hint: str = RESTORE) -> str:
     """The content as UTF-8 text."""
-    with refusing(path, remedy):
-        return read_bytes(path, remedy).decode()
+    with refusing(path, hint):
+        return read_bytes(path, hint).decode()
 
 
-def read_object(path: Path, remedy: str = RESTORE) -> dict[str, Any]:
+def read_object(path: Path, hint: str = RESTORE) -> dict[str, Any]:
     """The JSON object in a file; UserError where it holds something else."""
-    with refusing(path, remedy):
-        return _object(json.loads(read_bytes(path, remedy)))
+    with refusing(path, hint):
+        return _object(json.loads(read_bytes(path, hint)))
 
 
-def read_yaml(path: Path, remedy: str = RESTORE) -> Any:
+def read_yaml(path: Path, hint: str = RESTORE) -> Any:
     """The dictionary or list in a YAML file of plain data; interpolations stay as they are written."""
     from omegaconf import OmegaConf  # not for reports
     from omegaconf.errors import OmegaConfBaseException
 
-    with refusing(path, remedy):
+    with refusing(path, hint):
         try:
-            return OmegaConf.to_container(OmegaConf.load(io.StringIO(read_text(path, remedy))))
+            return OmegaConf.to_container(OmegaConf.load(io.StringIO(read_text(path, hint))))
         except OmegaConfBaseException as error:
             raise ValueError(str(error).partition("\n")[0]) from error
 
@@ -97,10 +97,10 @@ def _object(found: Any) -> dict[str, Any]:
     return found
 
 
-def as_record(kind: type[Record], found: Any, place: Path | str, remedy: str = RESTORE) -> Record:
+def as_record(kind: type[Record], found: Any, place: Path | str, hint: str = RESTORE) -> Record:
     """A dataclass from the fields of a JSON object, by the types of its annotations; UserError that names the field
     which is missing or of another type. What the dataclass does not know is ignored."""
-    with refusing(place, remedy):
+    with refusing(place, hint):
         return _record(kind, _object(found))
 
 
@@ -180,17 +180,17 @@ def output_problems(setting: str, path: Path, kind: Kind) -> list[Problem]:
 def run_dir_problems(value: str, folder: Path) -> Iterator[Problem]:
     """The problem with keeping a run in `folder`, for which the user asked by run_dir=`value`."""
     existing = next(place for place in (folder, *folder.parents) if os.path.lexists(place))
-    rule, remedy = "", "a new folder where you may write, or that of a run to continue"
+    rule, hint = "", "a new folder where you may write, or that of a run to continue"
     try:
         os.rmdir(tempfile.mkdtemp(prefix=".megalite-", dir=existing))  # root may write anywhere, but not to /proc
         found = sorted(folder.iterdir()) if existing == folder and not (folder / RUN).exists() else []
         if names := [path.name for path in found if _is_of_others(path)]:
             rule = f"it holds {', '.join(names[:5])}, and is not the folder of a run (there is no {RUN})"
-            remedy = f"a new folder; if it was a run's, put its {RUN} back"
+            hint = f"a new folder; if it was a run's, put its {RUN} back"
     except OSError as error:
         rule = f"{existing} cannot be written: {error.strerror}"
     if rule:
-        yield Problem("run_dir", value, rule, remedy, here=True)
+        yield Problem("run_dir", value, rule, hint, here=True)
 
 
 def _is_of_others(path: Path) -> bool:

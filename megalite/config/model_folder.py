@@ -19,7 +19,7 @@ from megalite.hf.families import FAMILIES
 from megalite.hf.families.llama import RotaryFamily
 
 SETTING, NAMES = "checkpoint.init_from", ", ".join(FAMILIES)
-REMEDY = "the folder is damaged or incomplete: copy or download it again, or save it again with save_pretrained"
+HINT = "the folder is damaged or incomplete: copy or download it again, or save it again with save_pretrained"
 OTHER_MODEL = f"the folder may be sound; give a model of {NAMES} that the settings of docs/configuration.md can say"
 OPEN = ("rope_attention_factor", "rope_mscale", "rope_mscale_all_dim")  # settings that may be null
 Misfit = tuple[str, Any, str]  # a key of config.json, its value and the rule that it breaks
@@ -33,7 +33,7 @@ def imported_model_settings(folder: str | Path) -> dict[str, Any]:
     family = FAMILIES[found["model_type"]]
     keys = {name: key for key, name in family.names.items() if key in found}
 
-    def problem(key: str, value: Any, rule: str, hint: str = REMEDY) -> Problem:
+    def problem(key: str, value: Any, rule: str, hint: str = HINT) -> Problem:
         return Problem(f"{path}: {key}", value, rule, hint, here=True)
 
     numbers = {name: found[key] for name, key in keys.items() if type(found[key]) in (int, float)}
@@ -45,7 +45,7 @@ def imported_model_settings(folder: str | Path) -> dict[str, Any]:
             keys |= {name: key for key, name in family.rope(found)[1].items()}
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
         rule = f"describes no {family.model_type} model ({type(error).__name__}: {error})"
-        raise UserError(Problem(str(path), NO_VALUE, rule, REMEDY, here=True)) from error
+        raise UserError(Problem(str(path), NO_VALUE, rule, HINT, here=True)) from error
     unsaid = "no setting here says it; what can be said: "
     refuse([problem(key, value, unsaid + known, OTHER_MODEL) for key, value, known in beyond])
     refuse([problem(*misfit) for misfit in _misfits({name: settings[name] for name in settings if name in keys}, keys)])
@@ -88,15 +88,15 @@ def read_model_file(folder: Path) -> dict[str, Any]:
     """config.json of a supported family."""
     path = folder / "config.json"
     if not folder.is_dir():
-        remedy = "give the path of a folder on this machine (nothing is downloaded), as save_pretrained writes it"
-        raise UserError(Problem(SETTING, str(folder), "must be the folder of a transformers model", remedy))
-    found = read_object(path, REMEDY)
+        hint = "give the path of a folder on this machine (nothing is downloaded), as save_pretrained writes it"
+        raise UserError(Problem(SETTING, str(folder), "must be the folder of a transformers model", hint))
+    found = read_object(path, HINT)
     if (family := found.get("model_type")) not in [*FAMILIES]:
-        remedy = "give a model of these; code that comes with a model is never run"
-        raise UserError(Problem(f"{path}: model_type", family, f"must be one of {NAMES}", remedy))
+        hint = "give a model of these; code that comes with a model is never run"
+        raise UserError(Problem(f"{path}: model_type", family, f"must be one of {NAMES}", hint))
     return found
 
 
 def folder_problem(path: Path, rule: str) -> Problem:
     """What is wrong with a file of the folder, or with the folder."""
-    return Problem(SETTING, str(path), rule, REMEDY)
+    return Problem(SETTING, str(path), rule, HINT)

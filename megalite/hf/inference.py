@@ -57,7 +57,7 @@ def evaluate_saved(
     config, opened, source, description = (_own_data if own_data else _other_data)(saved, asked, named)
     batches = _windows(source, config, rows, max_tokens or sum(part.tokens for part in source.parts))
     if own_data:
-        steps = validation_batches(source, config, dp_rank=0, dp_size=1, device=torch.device("cpu"))
+        steps = validation_batches(source, config, torch.device("cpu"))
         batches = (batch for step in steps for batch in step)
     model = saved.load(replace(config, device=asked.device, precision=asked.precision))
     one = torch.ones((), dtype=torch.promote_types(model.dtype, torch.float32), device=model.device)

@@ -35,7 +35,7 @@ LONGEST_PAUSE_S = 0.5  # between two questions to the store
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """One rank of a layout. Made by `startup.start`; the defaults are a single process on the CPU."""
+    """One rank of a layout. Made by `startup.join`; the defaults are a single process on the CPU."""
 
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     rank: int = 0
@@ -74,27 +74,20 @@ class ParallelContext:
 
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's `value` on every rank, carried as JSON. The others' argument is not looked at."""
-        payload = json.dumps(value).encode() if self.rank == 0 else b""
-        if self.control_group is not None:
-            size = torch.tensor(len(payload))
-            dist.broadcast(size, src=0, group=self.control_group)
-            carrier = torch.frombuffer(bytearray(payload.ljust(int(size))), dtype=torch.uint8)
-            dist.broadcast(carrier, src=0, group=self.control_group)
-            payload = carrier.numpy().tobytes()
-        return json.loads(payload)
+        if self.control_group is None:
+            return json.loads(json.dumps(value))
+        carrier = self._padded(json.dumps(value) if self.rank == 0 else "")
+        dist.broadcast(carrier, src=0, group=self.control_group)
+        return json.loads(carrier.numpy().tobytes())
 
     def gather_json(self, value: list[Any], *, to_first: bool = False) -> list[list[Any]]:
         """Every rank's list, by rank; `to_first`: none on other ranks than 0, which long lists would burden. Costs one
         small all-reduce where all lists are empty, the usual case."""
         if self.control_group is None:
             return [value]
-        payload = json.dumps(value).encode()
-        longest = torch.tensor(len(payload))
-        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.control_group)
-        if int(longest) == len("[]"):
+        padded = self._padded(json.dumps(value))
+        if len(padded) == len("[]"):
             return [[] for _ in range(self.world_size)]
-        # Blanks follow, which JSON does not mind.
-        padded = torch.frombuffer(bytearray(payload.ljust(int(longest))), dtype=torch.uint8)
         gathered = [torch.empty_like(padded) for _ in range(self.world_size if self.rank == 0 or not to_first else 0)]
         if to_first:
             dist.gather(padded, gathered or None, dst=0, group=self.control_group)
@@ -102,12 +95,17 @@ class ParallelContext:
             dist.all_gather(gathered, padded, group=self.control_group)
         return [json.loads(of_rank.numpy().tobytes()) for of_rank in gathered]
 
+    def _padded(self, text: str) -> torch.Tensor:
+        """The JSON text, with blanks up to the length of the longest of all ranks."""
+        longest = torch.tensor(len(text))
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.control_group)
+        return torch.frombuffer(bytearray(text.ljust(int(longest)), "ascii"), dtype=torch.uint8)
+
     def barrier(self, *, patient: bool = False) -> None:
         """Return once all ranks have called it. `patient`: a rank may come later than parallel.timeout_s."""
         if self.control_group is not None:
             options = dist.BarrierOptions()
-            if patient:
-                options.timeout = timedelta(days=365)
+            options.timeout = timedelta(days=365) if patient else options.timeout
             self.control_group.barrier(options).wait()
 
     def set_timeout(self, seconds: float) -> None:
@@ -142,11 +140,9 @@ class StorageFailure(Exception):  # noqa: N818  # its callers turn it into an er
 
 
 def all_ranks_or_raise(context: ParallelContext, action: Callable[[], T], *, patient: bool = False) -> T:
-    """The result of `action` on this rank, or an error on all ranks if any rank's failed, once all have finished it.
-
-    Refusals become one UserError with the problems of all ranks, and OSErrors become one StorageFailure. Anything else
-    is a bug: it keeps its type, and is a RuntimeError on the other ranks. `patient`: the action may take one rank
-    longer than parallel.timeout_s.
+    """The result of `action` on this rank, or an error on all ranks if any rank's failed, once all have finished it:
+    one UserError with the problems of all ranks, or one StorageFailure for OSErrors. Anything else is a bug: it keeps
+    its type, and is a RuntimeError on the other ranks. `patient`: the action may take longer than parallel.timeout_s.
     """
     result, words = None, list[Any]()
     failure: Exception | None = None
@@ -175,8 +171,7 @@ def rank0_broadcast(context: ParallelContext, action: Callable[[], Any], *, pati
 
 
 def pauses(limit_s: float) -> Iterator[None]:
-    """Moments to ask the store for news, until so many seconds are over: many at first, then fewer, because thousands
-    of ranks may be asking."""
+    """Moments to ask the store for news, until the time is over: many at first, then fewer, since all ranks ask."""
     deadline, pause_s = time.monotonic() + limit_s, 0.005
     yield
     while time.monotonic() < deadline:

@@ -11,7 +11,6 @@ import re
 import resource
 import shlex
 import signal
-import socket
 import sys
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
@@ -122,26 +121,20 @@ def first_host(nodelist: str) -> str:
 
 
 def _variables(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """`environ` itself; or, in a task of a SLURM step without RANK, what torchrun would set there.
-
-    The shells of sbatch and salloc are no tasks of a step.
-    """
+    """`environ` itself; or, in a task of a SLURM step without RANK, what torchrun would set there. (The shells of
+    sbatch and salloc are no tasks of a step.)"""
     texts = [environ.get(f"SLURM_{name}", "") for name in ("STEP_ID", "JOB_ID", "NODEID")]
     step, job, node = (int(text) if text.isdigit() else -1 for text in texts)
     if environ.get("RANK") or not environ.get("SLURM_PROCID") or not 0 <= step < FIRST_RESERVED_STEP:
         return environ
     nodes = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     counts = [count for count, times in nodes for _ in range(int(times or 1))]  # `2(x3),1` -> 2, 2, 2, 1 tasks
-    # Below the usual ephemeral ports; steps of a job that run side by side differ.
-    port = 12000 + (job * 31 + step) % 20000
+    port = 12000 + (job * 31 + step) % 20000  # below the usual ephemeral ports; steps side by side differ
     return {name: environ.get(own, "") for name, own in OF_SLURM.items()} | {
         "LOCAL_WORLD_SIZE": counts[node] if 0 <= node < len(counts) else "",
         "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "")),
         "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
     }
-
-
-# --- what a process takes of its host ---------------------------------------------------------------------------------
 
 
 def usable_cores() -> int:
@@ -170,28 +163,17 @@ def set_variables(environ: MutableMapping[str, str]) -> str:
 
 
 def is_busy(looks: int = 20) -> bool:
-    """Whether others run on the cores that this process would take, by several looks within 40 ms. False where Linux
-    does not tell."""
+    """Whether others run on the cores that this process would take, by several looks within 40 ms."""
     running = 0
-    with suppress(OSError, ValueError, IndexError):
-        for _ in range(looks):  # the fourth word: how many threads run or could run, of how many
-            running += int(LOAD.read_text(encoding="ascii").split()[3].partition("/")[0]) - 1  # without this one
-            time.sleep(0.002)
+    for _ in range(looks if LOAD.exists() else 0):  # the fourth word: how many threads run or could run, of how many
+        running += int(LOAD.read_text(encoding="ascii").split()[3].partition("/")[0]) - 1  # without this one
+        time.sleep(0.002)
     return running / looks + usable_cores() > (os.cpu_count() or 1) + 0.5
 
 
-def listen_on_loopback(environ: MutableMapping[str, str]) -> None:
-    """Have gloo, whose ranks are all on this host, listen where no other reaches it."""
-    for name in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
-        environ.setdefault("GLOO_SOCKET_IFNAME", name)
-
-
 def keep_freed_memory(environ: Mapping[str, str]) -> None:
-    """Have glibc keep what is freed; other C libraries are left as they are.
-
-    Every step frees and allocates the same activations. glibc returns large or last pieces to the system, which then
-    clears each page anew: 2 % to 10 % of a step. The price: sizes that change from step to step leave gaps in the heap.
-    """
+    """Have glibc keep what a step frees, for the next step: it returns large or last pieces to the system, which then
+    clears each page anew, 2 % to 10 % of a step. The price: sizes that change leave gaps in the heap."""
     words = " ".join([*environ, environ.get("GLIBC_TUNABLES", "")])
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None and not re.search("malloc[._](trim|mmap|top_pad)", words, re.IGNORECASE):

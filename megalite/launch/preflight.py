@@ -2,9 +2,9 @@
 
 A node is compared with the median of all: nobody knows how fast a machine should be, but its neighbours show it. All
 ranks of a node measure at the same time, as they will train. The worst rank counts for its node, and the better one of
-the links to two neighbours, since a slow link is the fault of either end. Ranks speak through the store where they have
-met, and through nothing else: torch, code, device and network between them are under test. At each step rank 0 says who
-is there; what hangs or is silent is an error of its node, and the others go on.
+the links to two neighbours, since a slow link is the fault of either end. Torch, code, device and network are under
+test, so ranks speak through the store where they have met. At each step rank 0 says who is there; what hangs or is
+silent is an error of its node, and the others go on.
 """
 
 import json
@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import HashStore  # torch.distributed exports it, but not to type checkers
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -31,13 +32,9 @@ from megalite.launch.context import ParallelContext, answers, listed
 from megalite.launch.startup import code_fingerprint, gpu_id
 
 INSIDE, ACROSS, CLOCK, ERROR, LINK = "inside, GB/s", "across, GB/s", "clock, s", "error", "link to "
-LEAST = {  # share of the median below which a node is slow; disks are shared and uneven
-    "matmul, TFLOP/s": 0.8,
-    "memory, GB/s": 0.8,
-    "disk, MB/s": 0.3,
-    INSIDE: 0.5,
-    ACROSS: 0.5,
-}
+PRODUCTS, COPIES, DISK = "matmul, TFLOP/s", "memory, GB/s", "disk, MB/s"
+# Share of the median below which a node is slow; disks are shared and uneven.
+LEAST = {PRODUCTS: 0.8, COPIES: 0.8, DISK: 0.3, INSIDE: 0.5, ACROSS: 0.5}
 FARTHEST_S = 5.0  # of a clock from the median's
 MEASURE_S = 1.5  # of products and of copies: long enough for a device to heat up
 DISK_BYTES = 32 << 20
@@ -46,91 +43,75 @@ LINK_S, HANG_S, WAIT_S = 30.0, 60.0, 120.0  # for a link; for a rank's own measu
 Measures = Mapping[str, Any]
 
 
-def look_at_nodes(context: ParallelContext, run_dir: Path) -> list[str]:
-    """Lines of rank 0 about all nodes before a run; collective."""
-    folder = run_dir.absolute()
-    there = context.broadcast_object(str(next(each for each in folder.parents if each.is_dir())))  # rank 0's counts
-    found = preflight(context, Path(there) / folder.name)
-    return table(found) if found else []
-
-
 def preflight(context: ParallelContext, folder: Path) -> dict[str, Measures]:
     """The measures of every node, by its name, on rank 0; nothing elsewhere. All ranks call it.
 
-    `folder` is that of checkpoints; where it is missing its parent counts. Raises UserError where a rank does not even
-    say on which node it is.
+    `folder` is that of checkpoints; where it is missing, the nearest above it that rank 0 finds counts. Raises
+    UserError where a rank does not even say on which node it is.
     """
     here = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    roll = _Roll(context)
-    places = roll.call("places", [here, context.device.type, gpu_id(context.device)])
+    found = next(str(each) for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+    roll, own, nodes = _Roll(context), dict[str, Any](), defaultdict[str, list[int]](list)
+    places = roll.call("places", [here, context.device.type, gpu_id(context.device), found])
     if absent := [rank for rank in range(context.world_size) if rank not in places]:
         rule = f"no answer within {WAIT_S:.0f} s from rank {listed(absent)}"
         raise UserError(Problem("preflight", context.world_size, rule, "look at their logs and nodes"))
-    nodes: dict[str, list[int]] = {}
     for rank, (name, *_) in places.items():
-        nodes.setdefault(name, []).append(rank)
-    own: dict[str, Any] = {}
-    writes = nodes[here][0] == context.rank
-    _in_time(lambda: _measure(own, context.device, folder, writes=writes), HANG_S, own, ERROR)
-    sharers = [rank for rank, place in places.items() if place == places[context.rank] and place[2]]
+        nodes[name].append(rank)
+    writes_to = Path(places[0][3]) if nodes[here][0] == context.rank else None
+    _in_time(partial(_measure, own, context.device, writes_to), HANG_S, own, ERROR)
+    sharers = [rank for rank, place in places.items() if place[:3] == places[context.rank][:3] and place[2]]
     if len(sharers) > 1:
         own[ERROR] = f"ranks {listed(sharers)} share one GPU"
     roll.call("measured")
-    if len({device for _, device, _ in places.values()}) == 1:  # else NCCL would wait for gloo
+    if len({device for _, device, *_ in places.values()}) == 1:  # else NCCL would wait for gloo
         _measure_links(own, roll, here, nodes)
     own[CLOCK] = time.time()
     everyone = roll.call("measures", own, to_first=True)
     silent = {ERROR: f"no answer within {WAIT_S:.0f} s"}
-    found = {name: _of_node([everyone.get(rank, silent) for rank in ranks]) for name, ranks in nodes.items()}
-    return {} if context.rank else found
+    of_nodes = {name: _of_node([everyone.get(rank, silent) for rank in ranks]) for name, ranks in nodes.items()}
+    return {} if context.rank else of_nodes
 
 
 def judge(nodes: Mapping[str, Measures]) -> tuple[dict[str, list[str]], list[str]]:
     """Faults by node; and what differs where no value is that of most nodes, so that nobody knows who is wrong."""
-    faults, differences = dict[str, list[str]](), list[str]()
+    faults, differences = defaultdict[str, list[str]](list), list[str]()
     lost = {node for node, measures in nodes.items() if not measures.get(ACROSS)}  # all of its links
     for name in dict.fromkeys(name for measures in nodes.values() for name in measures):
         values = {node: measures[name] for node, measures in nodes.items() if name in measures}
         certain = name in (*LEAST, ERROR) or name.startswith(LINK)
+        usual = statistics.median(values.values()) if name in (*LEAST, CLOCK) else 0.0
         if name in LEAST:
-            usual = statistics.median(values.values())
-            least = LEAST[name] * usual
-            wrong = {node: f"{it:.3g}, the median is {usual:.3g}" for node, it in values.items() if it < least}
+            words = f"the median is {usual:.3g}"
+            wrong = {node: f"{it:.3g}, {words}" for node, it in values.items() if it < LEAST[name] * usual}
         elif certain:  # a dead link is the fault of the end that has no other
             wrong = {node: it for node, it in values.items() if node in lost or name.removeprefix(LINK) not in lost}
         elif name == CLOCK:
-            usual, first = statistics.median(values.values()), next(iter(values.values()))
             wrong = {node: f"{it - usual:+.1f}" for node, it in values.items() if abs(it - usual) > FARTHEST_S}
-            values = {node: f"{it - first:+.1f}" for node, it in values.items()}
+            values = {node: f"{it - usual:+.1f}" for node, it in values.items()}
         else:
             [(most, _)] = Counter(values.values()).most_common(1)
             wrong = {node: it for node, it in values.items() if it != most}
         if certain or 2 * len(wrong) < len(values):
             for node, words in wrong.items():
-                faults.setdefault(node, []).append(f"{name}: {words}")
+                faults[node].append(f"{name}: {words}")
         else:
-            shown = ", ".join(f"{value} on {node}" for node, value in values.items())
-            differences.append(f"they differ in {name}: {shown}")
+            differences.append(f"they differ in {name}: {', '.join(f'{it} on {node}' for node, it in values.items())}")
     return faults, differences
 
 
 def best(nodes: Mapping[str, Measures], keep: int) -> list[str]:
-    """The nodes that shall train, in their order: those with the fewest faults, the fastest first."""
+    """The nodes that shall train, in their order: those with the fewest faults, the fastest in products first."""
     faults, _ = judge(nodes)
-    medians = {name: statistics.median(each.get(name, 0.0) for each in nodes.values()) for name in LEAST}
-
-    def rank_of(node: str) -> tuple[bool, int, float]:
-        shares = [nodes[node].get(name, 0.0) / usual for name, usual in medians.items() if usual]
-        return ERROR in nodes[node], len(faults.get(node, [])), -min(shares, default=0.0)
-
-    chosen = sorted(nodes, key=rank_of)[:keep]
+    faulty = {node: (ERROR in measures, len(faults[node])) for node, measures in nodes.items()}
+    chosen = sorted(nodes, key=lambda node: (*faulty[node], -nodes[node].get(PRODUCTS, 0.0)))[:keep]
     return [node for node in nodes if node in chosen]
 
 
 def table(nodes: Mapping[str, Measures]) -> list[str]:
     """A line for each node, and one for each fault."""
     faults, differences = judge(nodes)
-    lines = [f"{'node':<16}" + "".join(f"{name:>17}" for name in LEAST)]
+    lines = [f"{'node':<16}" + "".join(f"{name:>17}" for name in LEAST)] if nodes else []
     for node, measures in nodes.items():
         speeds = "".join(f"{measures[name]:>17.3g}" if name in measures else f"{'-':>17}" for name in LEAST)
         lines.append(f"{node:<16}{speeds}{'  <--' if node in faults else ''}")
@@ -141,13 +122,11 @@ class _Roll:
     """The ranks that still answer, as rank 0 sees them: a silent one is waited for once."""
 
     def __init__(self, context: ParallelContext) -> None:
-        self.context, self.there = context, [*range(context.world_size)]
+        self.context, self.there, self.store = context, [*range(context.world_size)], context.store or HashStore()
 
     def call(self, step: str, value: Any = None, *, to_first: bool = False) -> dict[int, Any]:
         """The values of the ranks that come in time, by rank. `to_first`: rank 0, which may end then, alone waits."""
-        if self.context.store is None:
-            return {0: value}
-        store = PrefixStore(f"preflight/{step}", self.context.store)
+        store = PrefixStore(f"preflight/{step}", self.store)
         store.set(str(self.context.rank), json.dumps(value))
         if self.context.rank == 0:
             store.set("all", json.dumps([*answers(store, self.there, WAIT_S).items()]))
@@ -159,20 +138,20 @@ class _Roll:
         return values
 
 
-def _measure(own: dict[str, Any], device: torch.device, folder: Path, *, writes: bool) -> None:
+def _measure(own: dict[str, Any], device: torch.device, folder: Path | None) -> None:
     """Fill `own`, so that what was measured before something hangs is kept."""
     cuda = device.type == "cuda"
     own |= {"python": platform.python_version(), "torch": torch.__version__, "megalite": code_fingerprint()}
     own["device"] = torch.cuda.get_device_name(device) if cuda else device.type
     size, dtype = (8192, torch.bfloat16) if cuda else (768, torch.float32)
     left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-    own["matmul, TFLOP/s"] = 2 * size**3 / seconds(lambda: left @ right, device, MEASURE_S) / 1e12
+    own[PRODUCTS] = 2 * size**3 / seconds(lambda: left @ right, device, MEASURE_S) / 1e12
     source = torch.ones((1 << 30) if cuda else (64 << 20), device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
-    own["memory, GB/s"] = 2 * source.numel() / seconds(lambda: target.copy_(source), device, MEASURE_S) / 1e9
-    if writes:
+    own[COPIES] = 2 * source.numel() / seconds(lambda: target.copy_(source), device, MEASURE_S) / 1e9
+    if folder is not None:
         content = os.urandom(DISK_BYTES)
-        own["disk, MB/s"] = DISK_BYTES / seconds(lambda: _write(folder, content), torch.device("cpu"), 0.0) / 1e6
+        own[DISK] = DISK_BYTES / seconds(lambda: _write(folder, content), torch.device("cpu"), 0.0) / 1e6
 
 
 def seconds(action: Callable[[], Any], device: torch.device, at_least_s: float) -> float:
@@ -189,8 +168,7 @@ def seconds(action: Callable[[], Any], device: torch.device, at_least_s: float) 
 
 
 def _write(folder: Path, content: bytes) -> None:
-    """Into the folder, or where it would be made: a mount point that is missing is an error, not made."""
-    with tempfile.TemporaryFile(dir=folder if folder.is_dir() else folder.parent) as file:
+    with tempfile.TemporaryFile(dir=folder) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -205,14 +183,14 @@ def _measure_links(own: dict[str, Any], roll: _Roll, here: str, nodes: Mapping[s
         for one, other in links:
             ranks = nodes[one] if one == other else [nodes[one][0], nodes[other][0]]
             if roll.context.rank in ranks and len(ranks) > 1 and {*ranks} <= {*roll.there}:
-                figure, name = (INSIDE if one == other else ACROSS), f"{LINK}{other if one == here else one}"
-                own.setdefault(figure, 0.0)
-                _in_time(partial(_all_reduce, own, figure, roll.context, (one, other), ranks), LINK_S, own, name)
+                speed, link = (INSIDE if one == other else ACROSS), f"{LINK}{other if one == here else one}"
+                own.setdefault(speed, 0.0)
+                _in_time(partial(_all_reduce, own, speed, roll.context, (one, other), ranks), LINK_S, own, link)
         roll.call(f"links {number}")
 
 
 def _all_reduce(
-    own: dict[str, Any], figure: str, context: ParallelContext, ends: tuple[str, str], ranks: Sequence[int]
+    own: dict[str, Any], speed: str, context: ParallelContext, ends: tuple[str, str], ranks: Sequence[int]
 ) -> None:
     """Note the GB/s of a group that its members alone make, outside of torch's world."""
     store = PrefixStore(f"preflight/{ends}", context.store.clone())  # type: ignore[union-attr]  # which may hang
@@ -226,13 +204,12 @@ def _all_reduce(
     content = torch.ones((256 << 20) if cuda else (8 << 20), device=context.device, dtype=torch.uint8)
     took = [seconds(lambda: group.allreduce([content]).wait(), context.device, 0.0) for _ in range(20)]
     group.shutdown()
-    own[figure] = max(own[figure], content.numel() / statistics.median(took[1:]) / 1e9)
+    own[speed] = max(own[speed], content.numel() / statistics.median(took[1:]) / 1e9)
 
 
 def _in_time(action: Callable[[], None], limit_s: float, own: dict[str, Any], name: str) -> None:
     """Perform the action, which fills `own`; an entry of that name stays where it fails or takes longer than `limit_s`.
     What hangs (NCCL, a driver, a disk) stays in its thread."""
-    own[name] = "TimeoutError: no answer in time"
 
     def act() -> None:
         try:
@@ -241,6 +218,7 @@ def _in_time(action: Callable[[], None], limit_s: float, own: dict[str, Any], na
         except Exception as error:
             own[name] = f"{type(error).__name__}: {error}".splitlines()[0]
 
+    own[name] = "TimeoutError: no answer in time"
     thread = threading.Thread(target=act, daemon=True)
     thread.start()
     thread.join(limit_s)

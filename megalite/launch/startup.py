@@ -1,14 +1,14 @@
 """Starts a rank: all ranks meet at a store, agree that they can train together, and make their process groups.
 
-Rank 0 opens a round. Every rank leaves there what it is (its host, its GPU, its plan, its problems), and rank 0 leaves
-the verdict: who takes part, and the problems that all ranks raise alike, before a process group is made. A store of
-torchrun's outlives the ranks, and torchrun gives ranks no number of the restart that is alike on all nodes. So a
-verdict counts only for the processes that it names: a rank that finds an old round joins the next one, too.
+Rank 0 opens a round. Every rank leaves there what it is; rank 0 leaves the verdict: who takes part, and the problems
+that all ranks raise alike. A store of torchrun's outlives the ranks, and torchrun gives ranks no number of the restart
+that is alike on all nodes. So a verdict counts only for the processes that it names: a rank that finds an old round
+joins the next one, too.
 
-All ranks walk the same list of all groups in the same order (layout/groups.py) and name each to torch, members or not:
-torch then counts alike on every rank. NCCL's communicators are formed here (`device_id`), so a network or a driver that
-fails does so under the time-out of the start. Such a group sends and receives over its own communicator, in the order
-of all else on it: that is why each direction of the pipeline has a group of its own.
+All ranks name all groups of the world to torch in the same order (layout/groups.py), members or not: torch then counts
+alike on every rank. NCCL's communicators are formed here (`device_id`), so a network or a driver that fails does so
+under the time-out of the start. Such a group sends and receives over its own communicator, in the order of all else on
+it: that is why each direction of the pipeline has a group of its own.
 """
 
 import hashlib
@@ -32,13 +32,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from megalite.errors.problems import Problem, UserError, refuse
 from megalite.launch.context import LONGEST_PAUSE_S, ParallelContext, answers, listed, pauses
 from megalite.launch.device import set_threads
-from megalite.launch.environment import (
-    ProcessEnvironment,
-    allow_open_files,
-    is_loopback,
-    keep_freed_memory,
-    listen_on_loopback,
-)
+from megalite.launch.environment import ProcessEnvironment, allow_open_files, is_loopback, keep_freed_memory
 from megalite.layout.groups import GroupNeeds, GroupSpec, all_groups, groups_of
 from megalite.layout.ranks import ParallelLayout
 
@@ -57,7 +51,7 @@ class RankInfo(NamedTuple):
     pid: int
     token: str  # of this process
     gpu: str | None  # unique id of the device, None on the CPU
-    gloo_on_loopback: bool  # other hosts do not reach where it listens
+    gloo_on_loopback: bool  # out of reach of other hosts
     plan: Mapping[str, str]  # what must be equal on all ranks, by name, unless at its default; empty beside problems
     problems: Sequence[Mapping[str, Any]]
 
@@ -86,14 +80,8 @@ def meet(
     allow_open_files()
     if plan is not None:
         plan = {"WORLD_SIZE": str(size), "torch": torch.__version__, "megalite": code_fingerprint(), **plan}
-    process = (
-        environment.rank,
-        socket.gethostname(),
-        os.getpid(),
-        uuid.uuid4().hex,
-        gpu_id(device),
-        _gloo_on_loopback(),
-    )
+    host = socket.gethostname()
+    process = (environment.rank, host, os.getpid(), uuid.uuid4().hex, gpu_id(device), _gloo_on_loopback(host))
     info = RankInfo(*process, {} if problems else plan or {}, [problem.as_json() for problem in problems])
     store = store or _open_store(environment, time.monotonic() + timeout_s)
     try:
@@ -102,8 +90,9 @@ def meet(
         rule = "left before all ranks had arrived"
         raise UserError(Problem("RANK", 0, rule, "look for the last words of rank 0", alone=True)) from error
     refuse(found)
-    if environment.local_world_size == size:
-        listen_on_loopback(os.environ)
+    if environment.local_world_size == size:  # gloo listens where no other host reaches it
+        for name in {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     return PrefixStore("groups", place)
 
 
@@ -131,7 +120,7 @@ def _attend(store: Store, info: RankInfo, timeout_s: float) -> tuple[Store, list
         if store.check([ROUND]) and (newest := store.get(ROUND).decode()) != token:
             token, place = newest, PrefixStore(newest, store)
             first = RankInfo(*json.loads(place.compare_set(str(info.rank), "", json.dumps(info))))
-            if first.token != info.token and os.environ.get(AGENT_SERVES) != "True":  # else a dead rank's
+            if first.token != info.token and os.environ.get(AGENT_SERVES) != "True":  # else it is a dead rank's
                 both = " and ".join(f"process {each.pid} on {each.host}" for each in (first, info))
                 rule = f"{both} both claim this rank, or belong to two jobs that meet at the same port"
                 hint = "give each process its own RANK, and each job its own MASTER_PORT"
@@ -148,23 +137,20 @@ def find_problems(infos: Sequence[RankInfo]) -> list[Problem]:
     """Everything that stands against starting, once each. Ranks of different plans would wait for each other for ever,
     or train different models."""
     found = [Problem(**fields) for info in infos for fields in info.problems]
-    planned = [info for info in infos if info.plan]
+    planned, users = [info for info in infos if info.plan], defaultdict[Any, list[int]](list)
     for name in dict.fromkeys(name for info in planned for name in info.plan):
-        holders: dict[str, list[RankInfo]] = defaultdict(list)
+        holders = defaultdict[str, list[RankInfo]](list)
         for info in planned:
             holders[info.plan.get(name, "default")].append(info)
         where = [f"on rank {listed([each.rank for each in who])} ({who[0].host})" for who in holders.values()]
-        (first, *others), (there, *elsewhere) = holders, where
-        if others:
-            but = ", ".join(f"{text!r} {place}" for text, place in zip(others[:4], elsewhere, strict=False))
+        if len(holders) > 1:
+            others = ", ".join(f"{text!r} {place}" for text, place in [*zip(holders, where, strict=True)][1:5])
             hint = "start every rank with the same settings, files and versions"
-            found.append(Problem(name, first, f"so {there}, but {but}", hint))
-    users: dict[tuple[str, str], list[int]] = defaultdict(list)
+            found.append(Problem(name, next(iter(holders)), f"so {where[0]}, but {others}", hint))
     for info in infos:
-        if info.gpu is not None:
-            users[info.host, info.gpu].append(info.rank)
-    for (host, _), ranks in users.items():
-        if len(ranks) > 1:
+        users[info.host, info.gpu].append(info.rank)
+    for (host, gpu), ranks in users.items():
+        if gpu is not None and len(ranks) > 1:
             rule = f"ranks {listed(ranks)} of {host} share one GPU"
             found.append(Problem("device", "cuda", rule, "at most one rank per GPU, or device=cpu"))
     several = len({info.host for info in infos}) > 1
@@ -209,13 +195,12 @@ def gpu_id(device: torch.device) -> str | None:
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
 
 
-def _gloo_on_loopback() -> bool:
+def _gloo_on_loopback(host: str) -> bool:
     """Whether gloo, which binds to the address of the host's own name, would bind where other nodes cannot reach it."""
     try:
-        address = socket.gethostbyname(socket.gethostname())
-    except OSError:
-        address = "127.0.0.1"  # gloo falls back to it
-    return is_loopback(address) and "GLOO_SOCKET_IFNAME" not in os.environ
+        return is_loopback(socket.gethostbyname(host)) and "GLOO_SOCKET_IFNAME" not in os.environ
+    except OSError:  # gloo falls back to loopback
+        return "GLOO_SOCKET_IFNAME" not in os.environ
 
 
 def code_fingerprint() -> str:
@@ -261,33 +246,29 @@ def make_groups(
 ) -> dict[str, dist.ProcessGroup]:
     """The communicators of the groups that `rank` belongs to, by name. Every rank of the world must call it.
 
-    `nccl` holds options by `GroupSpec.options`; groups with different options do not share a communicator.
+    `nccl` holds options by `GroupSpec.options`, over which NCCL's environment variables win (`NCCL_MAX_CTAS`, ...).
+    Groups with different options do not share a communicator.
     """
-    made: dict[tuple[Any, ...], Any] = {}
-    groups: dict[str, dist.ProcessGroup] = {}
+    made, groups = dict[Any, Any](), dict[str, dist.ProcessGroup]()
     for spec in specs:
         on_gpu = device.type == "cuda" and not spec.on_host
-        options = nccl.get(spec.options, {}) if on_gpu else {}
-        key = (spec.traffic, spec.ranks, tuple(sorted(options.items())))
+        options: Any = None
+        chosen = nccl.get(spec.options, {}) if on_gpu else {}
+        key = (spec.traffic, spec.ranks, tuple(sorted(chosen.items())))
         if key not in made:
+            if chosen:
+                options = dist.ProcessGroupNCCL.Options()  # a new object: `new_group` writes name and members into it
+                options._timeout = timeout  # torch warns where it differs from new_group's
+            for name, value in chosen.items():
+                setattr(options if name == "is_high_priority_stream" else options.config, name, value)
             made[key] = dist.new_group(
                 list(spec.ranks),
                 timeout=timeout,
                 backend="nccl" if on_gpu else dist.get_backend(),
-                pg_options=_torch_options(options, timeout) if options else None,
+                pg_options=options,
                 group_desc=spec.name,
                 device_id=device if on_gpu else None,
             )
         if rank in spec.ranks:
             groups[spec.name] = made[key]
     return groups
-
-
-def _torch_options(options: NcclOptions, timeout: timedelta) -> Any:
-    """A new object for each group: `new_group` writes the group's name and members into it. NCCL's environment
-    variables (`NCCL_MAX_CTAS`, `NCCL_NET`, ...) win over it."""
-    wanted = dist.ProcessGroupNCCL.Options()
-    wanted._timeout = timeout  # torch warns where it differs from new_group's
-    for key, value in options.items():
-        setattr(wanted if key == "is_high_priority_stream" else wanted.config, key, value)
-    return wanted

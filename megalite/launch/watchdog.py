@@ -1,14 +1,12 @@
-"""Ends a job in which nothing goes on any more, and finds out which rank ended one: reports where each rank stands.
+"""Ends a job in which nothing goes on any more, and finds out which rank ended one.
 
-A collective that a rank does not join fails on the others, who know neither which rank it is nor what that does
-instead, and a rank may hang without any collective. So two threads watch the main one: one looks for progress, the
-other speaks over a connection of its own to the store where the ranks met. The first rank to lose patience calls the
-roll there; all ranks that can answer leave what they do and where their code stands; one writes the report; all end.
-If all ranks answer from slow phases (a save, start-up), they go on. Where the store, a disk or stderr hangs, too, a
-rank ends at most REPORT_S + WRITE_S after its time-out.
+A collective that a rank does not join fails on the others, who know neither which rank it is nor where it stands, and a
+rank may hang without any collective. So two threads watch the main one: one counts the time without progress, the other
+speaks over a connection of its own to the store where the ranks met. The first rank to lose patience calls the roll
+there; all that can answer leave their place in the code; one writes the report; all end, or go on if all answer from
+slow phases (a save, start-up). Where even the store hangs, a rank ends REPORT_S + WRITE_S after its time-out.
 """
 
-import faulthandler
 import json
 import os
 import socket
@@ -118,16 +116,16 @@ class Watchdog:
         roll.set(str(rank), json.dumps(self._word()))
         if roll.add("answers", 1) == 1:
             words = answers(roll, range(self._context.world_size), ROLL_S, over)
-            silent = [at for at in range(self._context.world_size) if at not in words]
-            if silent:
-                where = listed([*dict.fromkeys(self._hosts[rank] for rank in silent)])
+            if silent := [at for at in range(self._context.world_size) if at not in words]:
+                where = listed([*dict.fromkeys(self._hosts[at] for at in silent)])
                 why = "stopped, gone with its host, or it holds Python's lock"
                 finding = f"no answer from rank {listed(silent)} on {where}: {why}"
             elif any(word["hangs"] for word in words.values()):
                 finding = "all ranks answer"
-            if finding and not over():
+            finding = "" if over() else finding
+            if finding:
                 store.compare_set("failure/cause", "", self._report(finding, words))
-            roll.set("verdict", "" if over() else finding)
+            roll.set("verdict", finding)
         with suppress(DistError):  # rank 0 has ended, and the store with it
             if any(over() or roll.check(["verdict"]) for _ in pauses(REPORT_S / 2)):
                 if over() or not roll.get("verdict"):
@@ -153,19 +151,21 @@ class Watchdog:
         }
 
     def _report(self, finding: str, words: Mapping[int, Mapping[str, Any]]) -> str:
-        """Write it to stderr, then all of it into a file; its first line. A thread of C ends the process where one of
-        them hangs for WRITE_S."""
+        """Write it to stderr, then all of it into a file, unless one of them hangs for WRITE_S; its first line."""
         setting, timeout_s = self.doing()[2:4]
         first = f"no progress within {setting} ({timeout_s:g} s); {finding}"
-        lines = [first, *summary(words), f"if a step may take so long: a larger {setting}"]
         path = self._folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-rank-{self._context.rank}.json"
-        with open(os.devnull, "w") as nowhere, suppress(OSError):
-            faulthandler.dump_traceback_later(WRITE_S, exit=True, file=nowhere)
+
+        def write() -> None:
+            lines = [first, *summary(words), f"if a step may take so long: a larger {setting}"]
             to_stderr("\n".join(f"megalite: {line}" for line in lines))
-            with path.open("x", encoding="utf-8") as file:
-                json.dump({"finding": finding, "ranks": words}, file, indent=1)
-            to_stderr(f"megalite: all stacks: {path}")
-        faulthandler.cancel_dump_traceback_later()
+            with suppress(OSError):
+                path.write_text(json.dumps({"finding": finding, "ranks": words}, indent=1), encoding="utf-8")
+                to_stderr(f"megalite: all stacks: {path}")
+
+        writer = threading.Thread(target=write, daemon=True)
+        writer.start()
+        writer.join(WRITE_S)
         return first
 
     def _exit(self) -> None:
@@ -211,8 +211,7 @@ def find_cause(context: ParallelContext, error: BaseException) -> str:
             word = f"no word from rank {listed(silent)}: killed, stopped or hanging"
             store.compare_set("cause", "", word if silent else "a lost connection (the network?)")
         cause = store.get("cause").decode()
-        if context.rank == 0:
-            time.sleep(READ_S)  # the store may live in this process: the others read, too
+        time.sleep(0.0 if context.rank else READ_S)  # the store may live in rank 0: the others read, too
         return cause
     except DistError:
         return "rank 0 has ended, and with it the place where the ranks met"

@@ -1,10 +1,9 @@
 """Which groups of ranks exchange what: the process groups of one rank, as plain records in the order of their making.
 
-Every rank makes its groups in this one order. Groups with equal members share a communicator only within one class of
-traffic: a communicator performs its collectives one after the other, in the order in which each rank issues them, so
-sharing it across classes would queue a tensor-parallel reduction behind a gradient bucket, and deadlock where two ranks
-interleave the classes differently. Ranks that only need to be known (`ParallelLayout.groups`) are no group here.
-No torch import.
+Groups with equal members share a communicator only within one class of traffic: a communicator performs its collectives
+one after the other, in the order in which each rank issues them, so sharing it across classes would queue a
+tensor-parallel reduction behind a gradient bucket, and deadlock where two ranks interleave the classes differently.
+Ranks that only need to be known (`ParallelLayout.groups`) are no group here. No torch import.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,20 +44,13 @@ class GroupSpec:
 
 @dataclass(frozen=True)
 class GroupNeeds:
-    """What besides the layout decides which groups there are.
-
-    `kv_heads`: None, or the model's key-value heads (fewer than tp: ranks share one). `optimizer_instances`: the
-    optimizer's state is sharded inside each of so many slices of dp x cp (of experts, edp) and repeated across them.
-    `context_ring`: the ring's part of cp = ring x alltoall. Its ranks pass keys and values round; the others,
-    neighbours, exchange heads.
-    `background_saving`: checkpoints are written behind training. That sizes divide is a config rule.
-    """
+    """What besides the layout decides which groups there are. That sizes divide is a config rule."""
 
     tied_embeddings: bool = False
-    kv_heads: int | None = None
-    optimizer_instances: int = 1
-    context_ring: int = 1
-    background_saving: bool = False
+    kv_heads: int | None = None  # of the model: with fewer than tp, ranks share one
+    optimizer_instances: int = 1  # slices of dp x cp (of experts, edp) that repeat the optimizer's state
+    context_ring: int = 1  # of cp = ring x alltoall: its ranks pass keys and values round, neighbours exchange heads
+    background_saving: bool = False  # checkpoints are written behind training
 
 
 def groups_of(layout: ParallelLayout, rank: int, needs: GroupNeeds) -> dict[str, GroupSpec]:

@@ -1,14 +1,12 @@
 """The record of one logical parameter of the model, and what a rank holds of it.
 
-A record holds what is true of the parameter whatever the sizes of the layout: its logical (unsharded) name and shape,
-how it starts, whether weight decay touches it, which pipeline stages hold it, which dim is split, and over which groups
-its gradient must be summed. `shard` turns a record and an axis size into the boxes of one rank; the counted boxes of
-all ranks of the axis tile the logical tensor. Initialisation, gradient sync, norms, checkpoints, imports and exports
-all ask here; nothing is stuck onto tensors. The data axes (dp and cp, edp for experts) are not in a record: over them
-every parameter is replicated and every gradient partial. No torch import.
+A record holds what is true of the parameter whatever the sizes of the layout. `shard` turns a record and an axis size
+into the boxes of one rank; the counted boxes of all ranks of the axis tile the logical (unsharded) tensor.
+Initialisation, gradient sync, norms, checkpoints, imports and exports all ask here; nothing is stuck onto tensors. The
+data axes (dp and cp, edp for experts) are not in a record: over them every parameter is replicated and every gradient
+partial. No torch import.
 """
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Literal
@@ -23,43 +21,31 @@ Group = Literal["tp", "word-embedding"]  # the last: the stages of one pipeline 
 class Split:
     """Cuts `dim` into one contiguous slice per rank of the axis, in order of rank.
 
-    Slices are equal; with `uneven`, slice i of t is [i * n // t, (i + 1) * n // t). With `replicated`, the axis may
-    have more ranks than the dim has entries: neighbouring ranks then share an entry. They divide its next dim but for
-    the last `replicated` entries, which each of them holds whole, with a partial gradient. So the queries of a group
-    are divided, and its one key and value copied.
+    With `replicated`, the axis may have more ranks than the dim has entries: neighbouring ranks then share an entry.
+    They divide its next dim but for the last `replicated` entries, which each of them holds whole, with a partial
+    gradient. So the queries of a group are divided, and its one key and value copied.
     """
 
     dim: int
-    uneven: bool = False
+    uneven: bool = False  # slice i of t is [i * n // t, (i + 1) * n // t); otherwise slices are equal
     replicated: int = 0
 
 
 @dataclass(frozen=True)
 class ParameterRecord:
-    """One logical parameter.
+    """One logical parameter, or with `of_experts` the matrices of all experts of a layer: [experts, ...]."""
 
-    `name` carries the global layer index (`blocks.11.mlp.up.weight`) and is the name of the `torch.nn.Parameter` in a
-    module that holds the whole model. `std` is the standard deviation of a `normal` start, unused otherwise. `place` is
-    the parameter's layer, or the ends of the pipeline that hold a copy of it: both ends for a tied embedding, otherwise
-    one; none: not part of a pipeline. `split` is over tp; without it each rank there holds the whole. A parameter
-    `of_experts` holds one matrix of all experts of a layer, [experts, ...]: dim 0 is divided over ep, and `split` is
-    over etp. `partial_over` are the groups whose ranks each have a share of the gradient, to be summed. With
-    `precision` "master" the model computes with it in the precision of the masters (a router). The first `stacked` dims
-    count matrices, each of which may have an optimizer rank of its own; with None the parameter is no matrix to an
-    optimizer (tables of the vocabulary and of positions, norms, biases).
-    """
-
-    name: str
+    name: str  # of the `torch.nn.Parameter` in the whole model, with the global layer index: blocks.11.mlp.up.weight
     shape: tuple[int, ...]
     init: Literal["normal", "zeros", "ones"]
-    std: float
+    std: float  # the standard deviation of a `normal` start
     decay: bool
-    place: int | tuple[End, ...] = ()
-    split: Split | None = None
-    partial_over: tuple[Group, ...] = ()
-    of_experts: bool = False
-    precision: Literal["model", "master"] = "model"
-    stacked: int | None = None
+    place: int | tuple[End, ...] = ()  # its layer, or the ends of the pipeline that hold a copy: both if it is tied
+    split: Split | None = None  # over tp, of experts over etp; without it each rank there holds the whole
+    partial_over: tuple[Group, ...] = ()  # the groups whose ranks each have a share of the gradient, to be summed
+    of_experts: bool = False  # dim 0 is divided over ep
+    precision: Literal["model", "master"] = "model"  # master: the model computes with it in that of the masters
+    stacked: int | None = None  # how many first dims count matrices; None: to an optimizer it is no matrix (a table)
 
     @property
     def numel(self) -> int:
@@ -68,17 +54,13 @@ class ParameterRecord:
 
 @dataclass(frozen=True)
 class ShardBox:
-    """The box of the logical tensor that starts at `offsets`; in the rank's own tensor it starts at `local_offsets`.
-
-    `replicas` consecutive ranks of the axis hold it, the first at a multiple of `replicas`. That first one has it
-    `counted`: in norms, and wherever else each element must be seen once.
-    """
+    """The box of the logical tensor that starts at `offsets`; in the rank's own tensor it starts at `local_offsets`."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     local_offsets: tuple[int, ...]
-    replicas: int = 1
-    counted: bool = True
+    replicas: int = 1  # consecutive ranks of the axis that hold it, the first at a multiple of `replicas`
+    counted: bool = True  # on the first of them: in norms, and wherever else each element must be seen once
 
     @property
     def logical(self) -> tuple[slice, ...]:
@@ -159,11 +141,6 @@ def is_held(record: ParameterRecord, stage: StageLayers) -> bool:
     """Whether the stage holds the parameter: by its layers, or as one of the ends of the pipeline."""
     place = record.place
     return place in stage.layers if isinstance(place, int) else any(getattr(stage, end) for end in place)
-
-
-def held_parameters(records: Sequence[ParameterRecord], stages: Iterable[StageLayers]) -> list[ParameterRecord]:
-    """The records of what these stages hold, stage by stage."""
-    return [record for stage in stages for record in records if is_held(record, stage)]
 
 
 def is_counted(record: ParameterRecord, *, embedding: bool) -> bool:

@@ -34,11 +34,8 @@ def strides_of(order: str, sizes: Mapping[str, int], axes: Sequence[str]) -> dic
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Sizes of all axes over one world. `etp` is None for a dense model, which has no expert axes.
-
-    Sizes that a user gave go through `config.parallel_rules.checked_layout`, which refuses what cannot be laid out;
-    here that is a mistake of ours.
-    """
+    """Sizes of all axes over one world. `etp` is None for a dense model, which has no expert axes. What a user asks for
+    goes through `config.parallel_rules.checked_layout` first."""
 
     tp: int = 1
     cp: int = 1
@@ -107,7 +104,7 @@ class ParallelLayout:
 
 
 def header_lines(layout: ParallelLayout) -> list[str]:
-    """One to three lines about a layout of any size: the axes, those of the experts, and whom the first rank meets."""
+    """One or two lines about a layout of any size: the axes, and those of the experts."""
     ranks = f"{layout.world_size} rank{'s' if layout.world_size > 1 else ''}"
     split = {axis: str(size) for axis, size in layout.sizes.items() if size > 1}
     chunks = {"pp": f" (vpp {layout.vpp})"} if layout.vpp > 1 else {}
@@ -115,14 +112,6 @@ def header_lines(layout: ParallelLayout) -> list[str]:
         " x ".join(f"{axis} {split[axis]}{chunks.get(axis, '')}" for axis in axes if axis in split)
         for axes in (DENSE_AXES, EXPERT_AXES)
     )
-    many = " x " in dense or " x " in expert
-    lines = [f"{ranks}: {dense}" if dense else ranks]
-    if many:
-        lines[0] += f", order {layout.order}"
-    if layout.has_experts:
-        lines.append(f"experts: {expert or ranks}")
-    if many:
-        groups = [(axis, layout.group_of(0, axis)) for axis in split]
-        shown = (f"{axis} {' '.join(map(str, group[:3]))}{' ..' * (len(group) > 3)}" for axis, group in groups)
-        lines.append(f"rank 0: {', '.join(shown)}")
-    return lines
+    order = f", order {layout.order}" if " x " in dense or " x " in expert else ""
+    axes = f"{ranks}: {dense}" if dense else ranks
+    return [axes + order, *([f"experts: {expert or ranks}"] if layout.has_experts else [])]

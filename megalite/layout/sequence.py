@@ -7,9 +7,8 @@ for it. Blocks are of equal length and of equal causal work:
 - zigzag: of 2 * ring pieces, block r has pieces r and 2 * ring - 1 - r (Llama 3, arXiv 2407.21783, section 3.3.2);
 - stripes: block r has every ring-th place from r on (arXiv 2311.09431). It cuts all documents alike.
 
-Places ascend within a block. In packed documents a token sees the tokens of its document up to itself. Rows of queries
-are taken a few at a time, and with them only keys that one of these rows sees in some sequence of the microbatch: work
-and traffic fall with the documents. No torch import.
+Places ascend within a block. In packed documents rows of queries are taken a few at a time, and with them only keys
+that a row sees in some sequence of the microbatch: work and traffic fall with the documents. No torch import.
 """
 
 from collections.abc import Iterator, Sequence
@@ -61,15 +60,12 @@ def block_places(length: int, ring: int, block: int, cut: Cut) -> list[range]:
 
 @dataclass(frozen=True)
 class Tile:
-    """A rectangle of scores: rows of the own block's queries, and of a block's keys.
-
-    All of it counts; if `causal`, a square, query i sees its keys 0..i; if `masked`, places and documents say it.
-    """
+    """A rectangle of scores: rows of the own block's queries, and of a block's keys."""
 
     queries: Rows
     keys: Rows
-    causal: bool = False
-    masked: bool = False
+    causal: bool = False  # a square: query i sees its keys 0..i
+    masked: bool = False  # places and documents say what counts; otherwise all of it
 
     @property
     def scores(self) -> int:

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-# Settings that exclude each other: each maps to the settings with which it would place the same layers twice.
+# Settings, and those with which each would place the same layers twice.
 _OTHERS = ("layout", "split_rank", "standalone_embedding", "first_layers", "last_layers")
 EXCLUDED_BY = {
     "vpp": ("split_rank",),
@@ -24,28 +24,18 @@ EXCLUDED_BY = {
 
 @dataclass(frozen=True)
 class StageSettings:
-    """What is asked about who holds which of `num_layers` layers, on `pp` pipeline ranks.
-
-    Layers are divided evenly over the pp * vpp stages, except that
-    - `standalone_embedding`: rank 0 holds none in any of its chunks, the other ranks share all;
-    - `first_layers`, `last_layers`: so many on the first or last rank, all of its chunks together; the others share the
-      rest (0 is allowed);
-    - `count_embedding`, `count_loss`: the embedding or the loss takes the place of one layer in its stage;
-    - `layout`: said stage by stage, see `layout_counts`;
-    - `split_rank`: an encoder and a decoder of `num_layers` each; this is the decoder's first rank. A standalone
-      embedding takes one of the encoder's ranks.
-    """
+    """What is asked about who holds which layers. They are divided evenly over pp * vpp stages but for these cases."""
 
     num_layers: int
     pp: int
     vpp: int = 1
-    standalone_embedding: bool = False
-    split_rank: int | None = None
-    first_layers: int | None = None
-    last_layers: int | None = None
-    count_embedding: bool = False
+    standalone_embedding: bool = False  # rank 0 (with an encoder, its first rank) holds none in any of its chunks
+    split_rank: int | None = None  # the decoder's first rank; encoder and decoder have `num_layers` each
+    first_layers: int | None = None  # on the first rank, all of its chunks together; the others share the rest
+    last_layers: int | None = None  # on the last rank
+    count_embedding: bool = False  # the embedding takes the place of one layer in its stage
     count_loss: bool = False
-    layout: str | None = None
+    layout: str | None = None  # stage by stage, see `layout_counts`
 
     @property
     def asked(self) -> list[str]:
@@ -55,27 +45,21 @@ class StageSettings:
     @property
     def clashes(self) -> dict[str, list[str]]:
         """{setting: other settings that place the same layers}"""
-        asked = self.asked
-        found = {name: [other for other in EXCLUDED_BY.get(name, ()) if other in asked] for name in asked}
+        found = {name: [other for other in self.asked if other in EXCLUDED_BY.get(name, ())] for name in self.asked}
         return {name: others for name, others in found.items() if others}
 
 
 @dataclass(frozen=True)
 class StageLayers:
-    """Layers [first, first + count) of the model, held by one chunk of one pipeline rank.
-
-    `embedding`: tokens enter here (stage 0, and the decoder's first stage where there is an encoder). `loss`: the final
-    norm, the logits and the loss are computed here (the last stage); where embeddings are tied, a stage that has
-    `loss` holds the embedding table too.
-    """
+    """Layers [first, first + count) of the model, held by one chunk of one pipeline rank."""
 
     stage: int
     pp_rank: int
     chunk: int
     first: int
     count: int
-    embedding: bool
-    loss: bool
+    embedding: bool  # tokens enter here: stage 0, and the decoder's first stage where there is an encoder
+    loss: bool  # the last stage: final norm, logits and loss; it holds the embedding table too where that is tied
     side: Literal["encoder", "decoder"] = "decoder"  # a GPT is a decoder
 
     @property
@@ -103,11 +87,9 @@ def stages_of(settings: StageSettings, pp_rank: int) -> list[StageLayers]:
 
 
 def get_num_layers(num_layers: int, pp: int, pp_rank: int, *, chunk: int | None = None, **settings: Any) -> int:
-    """Layers on one pipeline rank: all of its chunks together, or one `chunk`. Training asks `stage_layers`.
-
-    `settings` are further fields of `StageSettings`: `get_num_layers(12, 4, 0, standalone_embedding=True)` is 0. Raises
-    ValueError for settings that do not place every layer once and for a rank or chunk that does not exist.
-    """
+    """Layers on one pipeline rank: all of its chunks together, or one `chunk`. `settings` are further fields of
+    `StageSettings`: `get_num_layers(12, 4, 0, standalone_embedding=True)` is 0. ValueError also for a rank or chunk
+    that does not exist."""
     stages = stages_of(StageSettings(num_layers, pp, **settings), pp_rank)
     if held := [stage.count for stage in stages if chunk in (None, stage.chunk)]:
         return sum(held)

@@ -27,7 +27,7 @@ from megalite.layout.stages import StageLayers
 from megalite.model.attention import BlockInputs, attention_mask
 from megalite.model.block import Block
 from megalite.model.embedding import Embedding
-from megalite.model.loss import linear_cross_entropy
+from megalite.model.loss import TokenLoss, linear_cross_entropy
 from megalite.model.norm import build_norm
 from megalite.model.parameters import padded_vocabulary
 from megalite.model.rotary import rotary_frequencies, rotary_magnitude, rotary_tables
@@ -35,7 +35,6 @@ from megalite.moe.balance import AFTER_COUNTS, TokenMasks
 from megalite.moe.dispatch import ExpertRanks
 from megalite.moe.router import Router
 from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.tensor_parallel.cross_entropy import TokenLoss
 from megalite.tensor_parallel.deferred import DeferredWork
 from megalite.tensor_parallel.layers import TpContext, VocabParallelEmbedding
 from megalite.tensor_parallel.linear import linear
@@ -186,7 +185,6 @@ class GPT(nn.Module):
         if not self.has_loss:
             return hidden
         head = self._head()  # now: its values may have been on their way until here
-        rows, padded = len(head.weight), padded_vocabulary(self.config)
         extras = (self.label_smoothing, self.z_loss) if self.training else (0.0, 0.0)
         return linear_cross_entropy(
             hidden.flatten(0, 1),  # [s * b, h] or [s/t * b, h]
@@ -194,7 +192,7 @@ class GPT(nn.Module):
             batch.labels.t().flatten(),
             batch.loss_mask.t().flatten(),
             scale,
-            TokenLoss(rows, padded, self.place.tp, self.vocab_size, *extras),
+            TokenLoss(padded_vocabulary(self.config), self.place.tp, self.vocab_size, *extras),
             chunk_tokens=self.config.loss_chunk_tokens,
             main_grad=head.main_grad,
             sequence_parallel=self.place.sequence_parallel,

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megalite.tensor_parallel.cross_entropy import TokenLoss
+from megalite.model.loss import TokenLoss
 
 BLOCK, WARPS = 8192, 16  # columns at once: the fastest of 16 choices with 50,304 and near it with 32,000, on one H100
 LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)

@@ -12,7 +12,7 @@ from megalite.config.layout import stage_settings
 from megalite.config.schema import OPTIMIZERS, Config, OptimizerConfig
 from megalite.layout.buffer_layout import BufferLayout, Kind, OwnedRange, buffer_layout
 from megalite.layout.groups import GroupNeeds, groups_of
-from megalite.layout.parameters import ParameterRecord, held_parameters
+from megalite.layout.parameters import ParameterRecord, is_held
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.stages import stages_of
 from megalite.model.parameters import gpt_parameters
@@ -63,7 +63,8 @@ def rank_buffers(config: Config, world: ParallelLayout, rank: int) -> RankBuffer
 def records_of(config: Config, pp_rank: int) -> list[ParameterRecord]:
     """The records of what one pipeline rank holds, chunk by chunk."""
     records = gpt_parameters(config.model, sequence_parallel=bool(config.parallel.sequence_parallel))
-    return held_parameters(records, stages_of(stage_settings(config), pp_rank))
+    stages = stages_of(stage_settings(config), pp_rank)
+    return [record for stage in stages for record in records if is_held(record, stage)]
 
 
 def replica_groups(kind: Kind, *, zero: bool, instances: int) -> tuple[str | None, str | None]:

@@ -27,9 +27,7 @@ from megalite.plan.picture import LETTER, Picture
 from megalite.train.history import PIPELINE
 
 Unit = tuple[str, float]  # of shown times: the unit's name, and how many make a unit of the timeline
-LEFT, RIGHT, TOP = 66, 120, 62  # room for names of ranks, for what they hold, for titles
-NARROWEST, WIDEST, MICROBATCH = 560.0, 1080.0, 84.0  # all boxes of a row; those of a microbatch, where there is room
-ROW, HIGHEST, NAMED = 28.0, 700.0, 12.0  # a row; all rows; rows lower than this are named one in eight
+LEFT, WIDE, RIGHT, TOP, ROW = 66, 960, 120, 62, 28  # room for names, boxes, what is held, titles; a row's height
 MOST_PASSES = 20_000  # of microbatches through chunks, of a schedule that a report shows
 TAIL = 2**24  # bytes at the end of pipeline.jsonl that hold the last step
 FORWARD_PASSES: Unit = ("forward passes of a rank", 1)  # as equal_durations has it
@@ -61,14 +59,10 @@ class Timeline:
         return max((spans[-1].end for spans in self.ranks if spans), default=0.0)
 
     @property
-    def computing(self) -> float:
-        """Time that all ranks together compute."""
-        return sum(span.end - span.start for spans in self.ranks for span in spans)
-
-    @property
     def bubble(self) -> float:
         """Idle time per computing time, as the papers count it: (pp-1)/microbatches for 1f1b and equal stages."""
-        return self.pp * self.makespan / self.computing - 1 if self.computing else 0.0
+        computing = sum(span.end - span.start for spans in self.ranks for span in spans)
+        return self.pp * self.makespan / computing - 1 if computing else 0.0
 
     @property
     def title(self) -> str:
@@ -77,9 +71,8 @@ class Timeline:
 
     def summary(self, unit: Unit) -> str:
         """How long the step is and how much of it is lost."""
-        idle = (
-            f"idle {self.bubble / (1 + self.bubble):.1%} of it (bubble: {self.bubble:.4g} of the time spent computing)"
-        )
+        bubble = self.bubble
+        idle = f"idle {bubble / (1 + bubble):.1%} of it (bubble: {bubble:.4g} of the time spent computing)"
         return f"step {self.makespan * unit[1]:.4g} {unit[0]}; {idle}"
 
     def held(self, rank: int) -> str:
@@ -136,47 +129,41 @@ def pictures_of_run(run_dir: Path, config: Mapping[str, Any], dp: int) -> Iterat
 
 
 def schedule_picture(timeline: Timeline, unit: Unit, title: str) -> Picture:
-    """The whole picture."""
-    picture, pp, longest = Picture(title), timeline.pp, timeline.makespan
-    row = min(ROW, HIGHEST / pp)
-    work = timeline.computing / (pp * max(timeline.microbatches, 1))  # one scale for all schedules of a batch
-    wide = min(max(MICROBATCH * longest / work if work else 0, NARROWEST), WIDEST)
-    floor = TOP + pp * row + 4
+    """A row for each rank with a box for each action, over an axis of the time."""
+    picture, longest = Picture(title), timeline.makespan
+    floor = TOP + timeline.pp * ROW + 4
     picture.text(0, 14, title, "title")
     picture.text(0, 34, timeline.summary(unit))
-    picture.text(LEFT + wide + 8, TOP - 4, "holds at most")
-    for rank in range(pp):
-        top = TOP + rank * row
-        picture.rect(LEFT, top + 0.08 * row, wide, 0.84 * row, "idle")
-        _draw_actions(picture, timeline, rank, top, row, wide / (longest or 1))
-        if row >= NAMED or rank % 8 == 0:
-            picture.text(LEFT - 8, top + row / 2 + 4, f"rank {rank}", "end strong")
-            picture.text(LEFT + wide + 8, top + row / 2 + 4, timeline.held(rank))
+    picture.text(LEFT + WIDE + 8, TOP - 4, "holds at most")
+    for rank in range(timeline.pp):
+        top = TOP + rank * ROW
+        picture.rect(LEFT, top + 0.08 * ROW, WIDE, 0.84 * ROW, "idle")
+        _draw_actions(picture, timeline, rank, top, WIDE / (longest or 1))
+        picture.text(LEFT - 8, top + ROW / 2 + 4, f"rank {rank}", "end strong")
+        picture.text(LEFT + WIDE + 8, top + ROW / 2 + 4, timeline.held(rank))
     for share in (0, 0.25, 0.5, 0.75, 1):
-        picture.text(LEFT + share * wide, floor + 14, f"{share * longest * unit[1]:.4g}", "mid")
-    picture.text(LEFT + wide / 2, floor + 30, f"time, in {unit[0]}", "mid")
+        picture.text(LEFT + share * WIDE, floor + 14, f"{share * longest * unit[1]:.4g}", "mid")
+    picture.text(LEFT + WIDE / 2, floor + 30, f"time, in {unit[0]}", "mid")
     at = float(LEFT)
     for style in [*dict.fromkeys(span.action.kind for spans in timeline.ranks for span in spans), "idle"]:
         chunks = f", chunks 0-{timeline.vpp - 1}" if timeline.vpp > 1 and style != "idle" else ""  # from dark to light
         picture.rect(at, floor + 42, 12, 12, style)
         picture.text(at + 18, floor + 52, style + chunks)
         at += 38 + LETTER * len(style + chunks)
-    picture.width, picture.height = max(LEFT + wide + RIGHT, at, LETTER * len(timeline.summary(unit))), floor + 62
+    picture.width, picture.height = LEFT + WIDE + RIGHT, floor + 62
     return picture
 
 
-def _draw_actions(picture: Picture, timeline: Timeline, rank: int, top: float, row: float, scale: float) -> None:
+def _draw_actions(picture: Picture, timeline: Timeline, rank: int, top: float, scale: float) -> None:
     """Boxes of a kind and chunk are one path, with the numbers of microbatches where there is room."""
     boxes = defaultdict[tuple[ActionKind, int], list[str]](list)
-    numbers = []
     for action, start, end in timeline.ranks[rank]:
-        left, width = LEFT + start * scale, (end - start) * scale
-        line = f"M{left:.5g} {top + 0.08 * row:.5g}h{0.98 * width:.4g}v{0.84 * row:.4g}h{-0.98 * width:.4g}z"
+        left, width = LEFT + start * scale, 0.98 * (end - start) * scale
+        line = f"M{left:.5g} {top + 0.08 * ROW:.5g}h{width:.4g}v{0.84 * ROW:.4g}h{-width:.4g}z"
         boxes[action.kind, action.chunk].append(line)
-        if row > 14 and width > 7 * len(str(action.microbatch)) + 4:
-            style = "in-box" if 2 * action.chunk < timeline.vpp else "in-box strong"
-            numbers.append((left + width / 2, str(action.microbatch), style))
     for (kind, chunk), lines in boxes.items():
         picture.path("".join(lines), kind, 1 - 0.55 * chunk / max(1, timeline.vpp - 1))
-    for x, number, style in numbers:
-        picture.text(x, top + row / 2 + 4, number, style)
+    for action, start, end in timeline.ranks[rank]:
+        if (end - start) * scale > 7 * len(str(action.microbatch)) + 4:
+            style = "in-box" if 2 * action.chunk < timeline.vpp else "in-box strong"
+            picture.text(LEFT + (start + end) / 2 * scale, top + ROW / 2 + 4, str(action.microbatch), style)

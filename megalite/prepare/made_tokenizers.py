@@ -3,9 +3,9 @@
 import re
 from collections.abc import Iterable, Iterator
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megalite.data.tokenizers import END, TextTokenizer, byte_backend, char_backend
+from megalite.data.tokenizers import END, TextTokenizer, byte_letters
 from megalite.errors.problems import Problem, UserError
 
 LONG = 8192  # characters: the trainer's time grows with the square of a word's length
@@ -14,7 +14,11 @@ ALIKE = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")  # a part of one word: l
 
 def byte_tokenizer() -> TextTokenizer:
     """One id per byte of UTF-8, and the end of document: 257 tokens."""
-    return TextTokenizer(byte_backend(), {"eos_token": END})
+    backend = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(byte_letters())}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([END])
+    return TextTokenizer(backend, {"eos_token": END})
 
 
 def char_tokenizer(texts: Iterable[str]) -> TextTokenizer:
@@ -25,7 +29,11 @@ def char_tokenizer(texts: Iterable[str]) -> TextTokenizer:
     if not symbols:
         rule, hint = "there is no symbol in the text: all documents are empty", "give text; check data.text_column"
         raise UserError(Problem("tokenizer", "char", rule, hint))
-    return TextTokenizer(char_backend(sorted(symbols)), {})
+    vocabulary = {symbol: number for number, symbol in enumerate(sorted(symbols))}
+    backend = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<|unknown|>"))  # no member: unknown is an error
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return TextTokenizer(backend, {})
 
 
 def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:

@@ -1,14 +1,10 @@
-"""Reads the documents of one shard of the text.
+"""Reads the documents of one shard of the text, in pieces: a text of any size passes through bounded memory.
 
-A document comes in pieces, each followed by others of the same document or by None, its end, so that a text of any size
-passes through bounded memory. The pieces joined are the document, exactly: text is not stripped, and line ends are not
-translated. A row without text is its end alone. Nothing is dropped: a mistake is refused with file and row.
-
-Local files are read here and data sets of the hub by `datasets`, because it is several times slower on files and takes
-1 to 2 s to be imported in each process. One large jsonl file is work for several processes here, for one there.
+The pieces joined are the document, exactly: text is not stripped, and line ends are not translated. Nothing is dropped:
+a mistake is refused with file and row. `datasets` reads data sets of the hub alone: local files take it several times
+as long, its import takes 1 to 2 s in each process, and one large jsonl file is work for one process there.
 """
 
-import codecs
 import csv
 import io
 import json
@@ -20,19 +16,13 @@ from typing import Any, BinaryIO
 
 from megalite.config.files import refusing
 from megalite.errors.problems import NO_VALUE, Problem, UserError
-from megalite.prepare.cuts import Cut, behind_a_word, in_pieces
+from megalite.prepare.cuts import Cut, Piece, behind_a_word, in_pieces
 from megalite.prepare.hub import load_dataset
 
-KINDS = {
-    ".txt": "text",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "jsonl",
-    ".csv": "csv",
-    ".parquet": "parquet",
-}
+KINDS = {".txt": "text", ".csv": "csv", ".parquet": "parquet"}
+KINDS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl")
 PACKED = {".gz": "gzip", ".zst": "zstd"}  # may follow any of these; parquet packs itself
-READ = 1 << 20  # bytes read at once
+READ = 1 << 20  # bytes or characters read at once
 REPAIR = "copy it again, or give UTF-8 text in the column data.text_column; data=hf reads JSON that is not lines"
 
 Row = tuple[int, Any]  # its place (a line's first byte, or the row's number), and a line of JSON or a row
@@ -40,12 +30,11 @@ Row = tuple[int, Any]  # its place (a line's first byte, or the row's number), a
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of the input that one worker tokenizes. What `start` and `stop` count depends on the kind:
+    """A part of the input that one worker tokenizes: one file or data set, or several files of text, a document each.
 
-    text, csv and packed jsonl: files, always 0 to 1; jsonl: bytes, and a line belongs to the shard in which it
-    starts; parquet: row groups; rows: rows of a hub data set on disk; stream: shards of a streamed one. `paths`: files
-    of text, a document each, else one file or data set. `size` is the number of bytes of text, as near as is known
-    before reading.
+    The unit of `start` and `stop` depends on the kind. text, csv and packed jsonl: files, always 0 to 1; jsonl: bytes,
+    and a line belongs to the shard in which it starts; parquet: row groups; rows: rows of a hub data set on disk;
+    stream: shards of a streamed one. `size`: bytes of text, as near as is known before reading.
     """
 
     kind: str
@@ -58,24 +47,24 @@ class Shard:
     split: str = "train"
 
 
-def pieces(shard: Shard, cut: Cut = behind_a_word) -> Iterator[str | None]:
+def pieces(shard: Shard, cut: Cut = behind_a_word) -> Iterator[Piece]:
     """The documents of a shard in order, in pieces that `cut` allows; UserError with file and row where one cannot be
     read."""
     if shard.kind == "text":
-        for name in shard.paths:
+        for number, name in enumerate(shard.paths):
             with refusing(name, REPAIR):
-                yield from in_pieces(_text_blocks(Path(name)), cut)
+                yield from in_pieces(_text_blocks(Path(name)), cut, number)
         return
     readers = {"jsonl": _jsonl_rows, "csv": _csv_rows, "parquet": _parquet_rows}
     path = Path(shard.paths[0])
     with refusing(path, REPAIR):
-        for place, row in readers.get(shard.kind, _hub_rows)(path, shard):
+        for number, (place, row) in enumerate(readers.get(shard.kind, _hub_rows)(path, shard)):
             try:
                 text = _text_in(row, shard.column)
             except (ValueError, RecursionError) as error:
                 where = f"line {_line_number(path, place):,}" if shard.kind == "jsonl" else f"row {place:,}"
                 raise UserError(Problem(str(path), NO_VALUE, f"{where}: {error}", REPAIR, here=True)) from error
-            yield from in_pieces([text], cut)
+            yield from in_pieces([text], cut, number)
 
 
 def opened(path: Path) -> BinaryIO:
@@ -85,15 +74,6 @@ def opened(path: Path) -> BinaryIO:
 
         return io.BufferedReader(pyarrow.input_stream(str(path), compression=codec))
     return path.open("rb")
-
-
-def units_of(kind: str, path: Path) -> int:
-    """What a shard of the whole file counts."""
-    if kind == "parquet":
-        from pyarrow import parquet
-
-        return int(parquet.read_metadata(path).num_row_groups)
-    return path.stat().st_size if kind == "jsonl" and path.suffix.lower() not in PACKED else 1
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -135,18 +115,14 @@ def _line_number(path: Path, at: int) -> int:
 
 def _text_blocks(path: Path) -> Iterator[str]:
     """The text of a file, which is one document."""
-    decoder, end, block = codecs.getincrementaldecoder("utf-8")(), 0, b"\n"
-    with opened(path) as file:
-        while block:
-            block = file.read(READ)
-            end += len(block)
-            try:
-                text = decoder.decode(block, final=not block)
-            except UnicodeDecodeError as error:
-                raise ValueError(f"is not UTF-8 text (byte {end - len(error.object) + error.start:,})") from error
-            if "\0" in text:
-                raise ValueError(f"is not UTF-8 text: a zero byte before byte {end:,}")
-            yield text
+    with io.TextIOWrapper(opened(path), encoding="utf-8", newline="") as file:
+        try:
+            while block := file.read(READ):
+                if "\0" in block:
+                    raise ValueError("is not UTF-8 text: it holds a zero byte")
+                yield block
+        except UnicodeDecodeError as error:
+            raise ValueError(f"is not UTF-8 text: {error.reason}") from error
 
 
 def _jsonl_rows(path: Path, shard: Shard) -> Iterator[Row]:

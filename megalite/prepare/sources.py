@@ -1,11 +1,7 @@
-"""Finds the documents that a source's name covers, and divides them into shards.
+"""Finds the documents that a source's name covers, and divides them into shards, the same in every process.
 
 A folder stands for every text file in it and below, in the order of their paths. Links are followed, and each folder is
 read once, however many links lead to it. A folder that cannot be read is refused.
-
-`identity` looks at file names, sizes and times alone, and names the prepared tokens. `plan` opens the files, refuses
-what can be seen to be wrong without reading them whole, and divides them. For the same files, both are the same on
-every call and in every process.
 """
 
 import glob
@@ -24,7 +20,7 @@ from megalite.config.schema import DataConfig
 from megalite.data.open import digest, paths_of
 from megalite.errors.problems import Problem, UserError, collect_all
 from megalite.prepare.hub import load_dataset
-from megalite.prepare.reading import KINDS, PACKED, REPAIR, Shard, pieces, units_of
+from megalite.prepare.reading import KINDS, PACKED, REPAIR, Shard, pieces
 
 NOT_LIBRARY = ("site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "turtledemo")
 UNPACKED = 4  # bytes of text in a byte of a packed file, about
@@ -71,27 +67,43 @@ class Source:
 
     def plan(self) -> list[Shard]:
         """The shards, in order; all problems that show without reading everything, at once."""
-        if self.kind == "hf":
-            return _hub_shards(self)
-        whole = collect_all(self._examined, self.files)
+        whole = [self._data_set()] if self.kind == "hf" else collect_all(self._file, self.files)
         size = shard_size(sum(shard.size for shard in whole))
         shards: list[Shard] = []
         for shard in whole:
             last = shards[-1] if shards else None
             if shard.kind == "text" and last and last.kind == "text" and last.size < size:  # texts share shards
                 shards[-1] = replace(last, paths=last.paths + shard.paths, size=last.size + shard.size)
-            else:
-                shards += _divided(shard, shard.stop, size)
+                continue
+            units = shard.stop
+            step = max(1, units * size // shard.size) if shard.size else 1
+            cuts = pairwise([*range(0, units, step), units])
+            shards += [replace(shard, start=at, stop=to, size=shard.size * (to - at) // units) for at, to in cuts]
         return shards
 
-    def _examined(self, path: Path) -> Shard:
+    def _data_set(self) -> Shard:
+        """A data set that `datasets` reads as one shard, of rows on disk or of the shards of a stream."""
+        rows = load_dataset(self.paths[0], self.subset, self.split, self.streaming)
+        size = 0 if self.streaming else rows.dataset_size or len(rows) * HUB_ROW
+        kind, units = ("stream", rows.num_shards) if self.streaming else ("rows", len(rows))
+        shard = Shard(kind, self.paths, 0, units, size, self.column, self.subset, self.split)
+        next(pieces(replace(shard, stop=min(1, units))), None)  # refuse a wrong column before any work
+        return shard
+
+    def _file(self, path: Path) -> Shard:
         """A file as one shard: it can be opened, has content, and begins as its kind does."""
         kind = "text" if self.kind == "stdlib" else _kind_of(path) or "text"
         with refusing(path, REPAIR):
-            size = path.stat().st_size * (UNPACKED if path.suffix.lower() in PACKED else 1)
+            size, stop, packed = path.stat().st_size, 1, path.suffix.lower() in PACKED
             if size == 0 and self.kind != "stdlib":
                 raise ValueError("is empty (0 bytes): remove it from data.path, or fill it")
-            shard = Shard(kind, (str(path),), 0, units_of(kind, path), size, self.column)
+            if kind == "parquet":
+                from pyarrow import parquet
+
+                stop = int(parquet.read_metadata(path).num_row_groups)
+            elif kind == "jsonl" and not packed:
+                stop = size
+            shard = Shard(kind, (str(path),), 0, stop, size * (UNPACKED if packed else 1), self.column)
         if self.kind != "stdlib":  # refuse another kind, or a wrong column, before any work
             next(pieces(shard), None)
         return shard
@@ -120,21 +132,17 @@ def _files_at(path: str) -> list[Path]:
     """The files that one entry of data.path means, in order."""
     place = Path(path).expanduser().absolute()
     with refusing(place, REPAIR):
-        files, rule = [place], ""
+        files = [place]
         if place.is_dir():
             files = [file for file in _walk(path) if _kind_of(file)]
-            rule = f"the folder holds no {', '.join(KINDS)} file"
         elif glob.has_magic(path) and not place.exists():
             matches = map(Path, glob.glob(str(Path(path).expanduser()), recursive=True))
             files = sorted({match.absolute() for match in matches if not match.is_dir()})
-            rule = "the glob matches no file"
-        if not files:
-            raise UserError(Problem("data.path", path, rule, "give the files themselves, or a quoted glob of files"))
-        for file in files:
-            if not file.is_file():
-                rule = "no regular file" if os.path.lexists(file) else "there is no such file or folder"
-                hint = "give txt, jsonl, json, csv or parquet files, a folder of them or a glob"
-                raise UserError(Problem("data.path", str(file), rule, hint))
+        missing = [file for file in files if not file.is_file()] if files else [place]
+        if missing:
+            rule = f"there is no such file, and no folder or glob of {', '.join(KINDS)} files"
+            hint = "give the files themselves, a folder of them or a quoted glob"
+            raise UserError(Problem("data.path", str(missing[0]), rule, hint))
     return files
 
 
@@ -151,23 +159,3 @@ def _walk(folder: str, but: Iterable[str] = ()) -> list[Path]:
         found += [Path(place, member) for member in members if real not in seen]
         seen.add(real)
     return sorted(found)
-
-
-def _divided(whole: Shard, count: int, size: int) -> list[Shard]:
-    """A shard of `count` units (bytes, groups of rows, rows) as shards of about `size` bytes; one of each unit where
-    the bytes are not known."""
-    step = max(1, count * size // whole.size) if whole.size else 1
-    cuts = pairwise([*range(0, count, step), count])
-    return [replace(whole, start=at, stop=to, size=whole.size * (to - at) // count) for at, to in cuts]
-
-
-def _hub_shards(source: Source) -> list[Shard]:
-    """The shards of a data set that `datasets` reads: rows on disk, or the shards of a streamed one."""
-    rows = load_dataset(source.paths[0], source.subset, source.split, source.streaming)
-    size = 0 if source.streaming else rows.dataset_size or len(rows) * HUB_ROW
-    kind, count = ("stream", rows.num_shards) if source.streaming else ("rows", len(rows))
-    whole = Shard(kind, source.paths, 0, count, size, source.column, source.subset, source.split)
-    shards = _divided(whole, count, shard_size(size))
-    for first in shards[:1]:
-        next(pieces(first), None)  # refuse a wrong column before any work
-    return shards

@@ -1,10 +1,8 @@
-"""Tokenizes shards into token files, each visible only when it is whole, in several worker processes.
+"""Tokenizes shards into token files in several worker processes, joins and verifies token files.
 
 Workers are fresh processes, not forks: a fork copies the locks of threads that it does not copy, and libraries here run
-threads. They end with their parent. The first shard that fails stops the rest; shards that are done stay done.
-
-The index of a token file comes last, after everything else is on disk, and a reader refuses data without its index: a
-write that was torn at any instant is invisible. Memory holds some 30 bytes for each document of the file being written.
+threads. The index of a token file comes last, after everything else is on disk, and a reader refuses data without its
+index: a write that was torn at any instant is invisible. Memory holds some 30 bytes for each document of the file.
 """
 
 import json
@@ -17,7 +15,6 @@ from array import array
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -34,7 +31,7 @@ from megalite.data.samples import IntArray
 from megalite.data.token_file import CODES, HEADER, MAGIC, TokenFile, damaged, dtype_for, with_suffix
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UserError
-from megalite.prepare.cuts import CONTEXT, PIECE, cut_for
+from megalite.prepare.cuts import PIECE, Piece, cut_for
 from megalite.prepare.reading import Shard, pieces
 
 LONGEST = 2**31 - 1  # tokens in one sequence: its length is an i32
@@ -42,7 +39,6 @@ COPY = 8 << 20  # tokens that are copied or scanned at once
 OF_A_PIECE = 256  # characters that a piece counts for by itself: many short ones take memory, too
 
 Job = tuple[Path, Shard]  # the token file to write, and the text that it is made of
-Piece = tuple[str, str | None]  # the end of what precedes in the document, and what follows (None: its end)
 Counts = tuple[Path, int, int, int]  # a token file, and its bytes of text, documents and tokens so far
 
 tokenizer_of_worker = cache(load_tokenizer)
@@ -52,7 +48,7 @@ def tokenize_shards(jobs: list[Job], tokenizer: TextTokenizer, folder: Path, wor
     """Do all `jobs`; what is done so far. `folder` holds the tokenizer for the workers."""
     if len(jobs) <= 1 or workers <= 1:
         for job in jobs:
-            yield from tokenize_shard(job, tokenizer, 4 * PIECE)  # one process has all cores
+            yield from tokenize_shard(job, tokenizer, 2 * PIECE)  # one process has all cores
         return
     context, others = multiprocessing.get_context("spawn"), multiprocessing.active_children()
     team = ProcessPoolExecutor(min(workers, len(jobs)), context, _begin)
@@ -95,70 +91,63 @@ def tokenize_shard(job: Job, tokenizer: TextTokenizer, batch: int) -> Iterator[C
     target, shard = job
     end = np.array([] if tokenizer.end_of_document is None else [tokenizer.end_of_document], dtype=np.int64)
     size = skipped = 0  # bytes of text, in UTF-8; rows without text
-    with TokenWriter(target, dtype_for(tokenizer.vocab_size)) as writer:
-        for gathered in _batches(pieces(shard, cut_for(tokenizer)), batch):
-            encoded = iter(_encoded(gathered, tokenizer, shard, writer.documents + skipped))
-            for before, text in gathered:
-                if text is not None:
-                    size += len(text.encode())
-                    writer.add(next(encoded))
-                elif before:
-                    writer.add(end)
-                    writer.end_document()
-                else:
-                    skipped += 1
-            yield target, size, writer.documents, writer.tokens
-        found = {"bytes": size, "documents": writer.documents, "tokens": writer.tokens, "skipped_documents": skipped}
-        writer.finish(found)
+    writer = TokenWriter(target, dtype_for(tokenizer.vocab_size))
+    for gathered in _batches(pieces(shard, cut_for(tokenizer)), batch):
+        found = [piece for piece in gathered if piece.text]
+        skipped += len(gathered) - len(found)
+        for piece, ids in zip(found, _encoded(found, tokenizer, shard), strict=True):
+            size += len(piece.text.encode())
+            writer.add(ids)
+            if piece.last:
+                writer.add(end)
+                writer.end_document()
+        yield target, size, writer.documents, writer.tokens
+    counts = {"bytes": size, "documents": writer.documents, "tokens": writer.tokens, "skipped_documents": skipped}
+    writer.finish(counts)
     yield target, max(size, shard.size), writer.documents, writer.tokens  # what is not text is done with, too
 
 
-def _batches(found: Iterable[str | None], characters: int) -> Iterator[list[Piece]]:
+def _batches(found: Iterable[Piece], characters: int) -> Iterator[list[Piece]]:
     """The pieces, gathered until they have this many characters."""
-    gathered, before, held = list[Piece](), "", 0
-    for text in found:
-        gathered.append((before, text))
-        before = "" if text is None else text[-CONTEXT:]
-        held += OF_A_PIECE + len(text or "")
+    gathered, held = list[Piece](), 0
+    for piece in found:
+        gathered.append(piece)
+        held += OF_A_PIECE + len(piece.text)
         if held >= characters:
             yield gathered
             gathered, held = [], 0
     yield gathered
 
 
-def _encoded(gathered: list[Piece], tokenizer: TextTokenizer, shard: Shard, document: int) -> list[IntArray]:
-    """The ids of all pieces of text, of which the first belongs to this document of the shard; UserError with the place
-    of the first that the tokenizer refuses."""
+def _encoded(found: list[Piece], tokenizer: TextTokenizer, shard: Shard) -> list[IntArray]:
+    """The ids of the pieces; UserError with the place of the first that the tokenizer refuses."""
     try:
-        return encode_pieces(tokenizer, gathered)
+        return encode_pieces(tokenizer, found)
     except UserError:
-        for piece in gathered:
+        for piece in found:
             try:
                 encode_pieces(tokenizer, [piece])
             except UserError as error:
-                path = shard.paths[document if shard.kind == "text" else 0]
-                place = f"{path}: document {document + 1:,}" + (f" from {shard.start:,} on" if shard.start else "")
+                path = shard.paths[piece.document if shard.kind == "text" else 0]
+                part = f" from {shard.start:,} on" if shard.start else ""
+                place = f"{path}: document {piece.document + 1:,}{part}"
                 raise UserError([replace(it, rule=f"{it.rule}, in {place}") for it in error.problems]) from error
-            document += piece[1] is None
         raise
 
 
-def encode_pieces(tokenizer: TextTokenizer, gathered: list[Piece]) -> list[IntArray]:
-    """The ids of each piece of text, without those of what is before it."""
-    found = [(before, text) for before, text in gathered if text is not None]
-    encoded = tokenizer.encode_many([before + text for before, text in found])
-    for number, (before, _) in enumerate(found):
-        if before:
-            [head] = tokenizer.encode_many([before])
-            if not np.array_equal(encoded[number][: len(head)], head):
-                raise tokenizer.refusal("encodes a part of a long document otherwise than the whole")
-            encoded[number] = encoded[number][len(head) :]
+def encode_pieces(tokenizer: TextTokenizer, found: list[Piece]) -> list[IntArray]:
+    """The ids of each piece, without those of the text before it."""
+    encoded = tokenizer.encode_many([piece.before + piece.text for piece in found])
+    for number, before in ((number, piece.before) for number, piece in enumerate(found) if piece.before):
+        [head] = tokenizer.encode_many([before])
+        if not np.array_equal(encoded[number][: len(head)], head):
+            raise tokenizer.refusal("encodes a part of a long document otherwise than the whole")
+        encoded[number] = encoded[number][len(head) :]
     return encoded
 
 
-class TokenWriter(AbstractContextManager["TokenWriter"]):
-    """Writes a new PREFIX.bin and PREFIX.idx: `add` tokens, `end_document`, and at the end `finish`. In a `with`, it
-    leaves nothing of a file that an error has ended."""
+class TokenWriter:
+    """Writes a new PREFIX.bin and PREFIX.idx: `add` tokens, `end_document`, and at the end `finish`."""
 
     def __init__(self, prefix: Path, dtype: np.dtype[Any], longest: int = LONGEST) -> None:
         self.prefix, self.dtype, self.longest = prefix, dtype, longest
@@ -168,11 +157,6 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
         with_suffix(prefix, ".idx").unlink(missing_ok=True)
         self._data = with_suffix(prefix, ".bin").open("wb")
         self.hash = xxhash.xxh3_128()
-
-    def __exit__(self, kind: object, *error: object) -> None:
-        if kind is not None:
-            with_suffix(self.prefix, ".bin").unlink(missing_ok=True)
-            self._data.close()
 
     @property
     def documents(self) -> int:
@@ -224,10 +208,10 @@ class TokenWriter(AbstractContextManager["TokenWriter"]):
 def join(files: Iterable[TokenFile], prefix: Path, dtype: np.dtype[Any], facts: dict[str, Any]) -> None:
     """PREFIX holds the documents of all `files` (of this dtype) in order; `facts` and a hash go to PREFIX.json. `files`
     may open each file when it is asked for: none is kept."""
-    with TokenWriter(prefix, dtype) as writer:
-        for file in files:
-            writer.append(file)
-        writer.finish(facts | {"xxh3_128": writer.hash.hexdigest()})
+    writer = TokenWriter(prefix, dtype)
+    for file in files:
+        writer.append(file)
+    writer.finish(facts | {"xxh3_128": writer.hash.hexdigest()})
 
 
 def verify(prefix: Path, vocab_size: int | None, progress: Progress | None = None) -> TokenFile:

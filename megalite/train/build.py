@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from megalite.config.schedule_rules import ScheduleRequest
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, value_of, with_values, yaml_value
 from megalite.context_parallel.exchange import CpGroups, Waiting
+from megalite.data.batches import DataShare
 from megalite.errors.problems import Problem, UserError, collect
 from megalite.launch.context import CPU, ParallelContext
 from megalite.launch.device import (
@@ -159,8 +160,7 @@ def build_training(config: Config, context: ParallelContext) -> Training:
     for chunk in chunks:
         chunk.set_main_grads({name: main_grads[name] for name in chunk.main_grad_parameters})
         chunk.before_use = gather.wait_for
-    directions: tuple[Direction, ...] = ("forward", "backward")
-    ways = {way: group for way in directions if (group := context.group(f"pp-{way}")) is not None}
+    ways = {way: group for way in get_args(Direction) if (group := context.group(f"pp-{way}")) is not None}
     request = partial(ScheduleRequest, axes.schedule, axes.pp, vpp=axes.vpp, group_size=axes.microbatch_group_size)
     executor = Executor(
         chunks,
@@ -198,11 +198,10 @@ def context_ranks(config: Config, context: ParallelContext, waiting: Waiting = n
     return CpGroups(alltoall, ring, exchange_of(config).gathers, sharing, waiting)
 
 
-def data_share(config: Config, context: ParallelContext) -> dict[str, Any]:
-    """The part of each global batch that this rank reads: arguments of the functions that read batches."""
+def data_share(config: Config, context: ParallelContext) -> DataShare:
+    """The part of each global batch that this rank reads."""
     cp = context_ranks(config, context)
-    sequence = CpShard() if cp is None else cp.share
-    return {"dp_rank": context.index("dp"), "dp_size": context.size("dp"), "sequence": sequence}
+    return DataShare(context.index("dp"), context.size("dp"), CpShard() if cp is None else cp.share)
 
 
 def fill_with_start_values(

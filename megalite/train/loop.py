@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -26,7 +26,7 @@ from megalite.checkpoint.run_folder import RunFolder
 from megalite.config.files import write_atomically
 from megalite.config.schema import Config
 from megalite.config.step_plan import planned_steps
-from megalite.data.batches import StepBatches, TrainBatches, validation_batches
+from megalite.data.batches import StepBatches, train_batches, validation_batches
 from megalite.data.open import OpenedData
 from megalite.errors.problems import Problem, UserError, refuse
 from megalite.errors.words import several
@@ -45,8 +45,6 @@ from megalite.train.step import PendingMetrics, TrainStep
 # An accelerator runs ahead of the host: its metrics are read one step late. A CPU's are there at once.
 LATENESS = {"cpu": 0, "cuda": 1}
 PROFILES, ROWS = "profile", 30  # the folder in a run's, and rows of its tables
-# A step that the device works on, and its metrics, which have not been read yet; None: a step of train.skip_steps.
-Launched = tuple[StepBatches, PendingMetrics | None]
 BROKEN_OFF = "asked to stop: the {} after step {} is broken off, nothing of it is recorded"
 
 
@@ -118,7 +116,7 @@ def train(job: Job, saver: Saver) -> None:
     config, clock, settings = job.config, job.training.clock, job.config.train
     train_step, meter = TrainStep(job.training, config.optimizer, job.context), Meter(config, job.context, job.measured)
     late, interval = LATENESS[job.context.device.type], job.evaluation_interval
-    launched = deque[Launched]()
+    launched = deque[tuple[StepBatches, PendingMetrics | None]]()  # steps whose metrics have not been read yet
     hooks: list[tuple[int, bool, Callable[[int], None]]] = [  # after how many steps (0: never), at the end too, what
         (settings.check_replicas_every, False, partial(check_replicas, job.training, job.context)),
         (interval, interval > 0, partial(evaluate_model, job)),
@@ -164,15 +162,15 @@ def train(job: Job, saver: Saver) -> None:
     saver.save_last()
 
 
-def batches_of(job: Job) -> TrainBatches:
+def batches_of(job: Job) -> AbstractContextManager[Iterator[StepBatches]]:
     """This rank's batches of all remaining steps."""
     train, progress, device = job.config.train, job.progress, job.context.device
     steps = planned_steps(train, done=progress.step, samples=progress.samples)
     steps = takewhile(lambda planned: planned.step <= train.steps, steps)
-    return TrainBatches(job.data.train, job.config, steps, **data_share(job.config, job.context), device=device)
+    return train_batches(job.data.train, job.config, steps, device, data_share(job.config, job.context))
 
 
-def next_batch(job: Job, batches: TrainBatches) -> StepBatches | None:
+def next_batch(job: Job, batches: Iterator[StepBatches]) -> StepBatches | None:
     """The data of the next step, None after the last."""
     with job.training.clock.within("data"):
         return next(batches, None)
@@ -250,7 +248,7 @@ def evaluate_model(job: Job, step: int) -> None:
     """The validation set after a step."""
     assert job.data.validation is not None, "else no evaluation is due"
     begin, share = time.perf_counter(), data_share(job.config, job.context)
-    batches = validation_batches(job.data.validation, job.config, **share, device=job.context.device)
+    batches = validation_batches(job.data.validation, job.config, job.context.device, share)
     metrics = evaluate(job.training, job.context, batches, job.data.bytes_of_ids, job.go_on)
     if metrics is None:
         job.log.note(BROKEN_OFF.format("evaluation", step))

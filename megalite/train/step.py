@@ -40,18 +40,10 @@ class PendingMetrics:
         if self._done is not None:
             self._done.synchronize()
         numbers, routing = self._numbers[: self._count].tolist(), self._numbers[self._count :].view(self._table)
-        loss, grad_norm, tokens, skipped, stop, refused, scale = numbers
-        return StepMetrics(
-            loss=loss,
-            grad_norm=grad_norm,
-            batch_tokens=int(tokens),
-            skipped=skipped > 0,
-            stop=stop > 0,
-            refused=refused > 0,
-            loss_scale=scale if self._fp16 else None,
-            routing=routing if len(routing) else None,
-            time_split=self._lap(),
-        )
+        loss, grad_norm, tokens, *flags, loss_scale = numbers
+        skipped, stop, refused = (flag > 0 for flag in flags)
+        of_fp16, of_experts = loss_scale if self._fp16 else None, routing if len(routing) else None
+        return StepMetrics(loss, grad_norm, int(tokens), skipped, stop, refused, of_fp16, of_experts, self._lap())
 
 
 class TrainStep:

@@ -75,7 +75,8 @@ def _placed(config: Config, folder: Path, run: str) -> Config:
 def _write_text(path: Path, config: Config) -> None:
     """Documents of random letters, never the same twice, and beside them the tokenizer: as many letters as the
     vocabulary has room for, and an end of document."""
-    from megalite.data.tokenizers import END, TextTokenizer, char_backend
+    from megalite.data.tokenizers import END, TextTokenizer
+    from megalite.prepare.made_tokenizers import char_tokenizer
 
     train, dice = config.train, np.random.default_rng(config.seed)
     letters = [chr(LETTERS + at) for at in range(min((config.model.vocab_size or 2) - 1, 20_000))]
@@ -83,7 +84,7 @@ def _write_text(path: Path, config: Config) -> None:
     with path.open("w", encoding="utf-8") as file:
         for length in dice.geometric(1 / DOCUMENT, size=-(-needed // DOCUMENT)):
             file.write(f'{{"text": "{"".join(letters[at] for at in dice.integers(len(letters), size=length))}"}}\n')
-    backend = char_backend(letters)
+    backend = char_tokenizer(letters).backend
     backend.add_special_tokens([END])
     TextTokenizer(backend, {"eos_token": END}).save(path.with_name("tokenizer"))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import pretrain_gpt
-from megalite.checkpoint.manifest import FileRecord, Manifest, digest
+from megalite.checkpoint.manifest import Manifest, digest
 from tests.bad_input.launching import SMALL, TOKENS, Row, Scene, check, copy_of_run, write_corpus
 from tests.checkpoint import test_damage as damage
 
@@ -84,7 +84,7 @@ def forget_the_setting(name: str) -> Callable[[Scene], None]:
         del state["config"][group][leaf]
         content = json.dumps(state).encode()
         (checkpoint / "state.json").write_bytes(content)
-        entry = {"state.json": FileRecord(len(content), digest(content))}
+        entry = {"state.json": (len(content), digest(content))}
         damage.rewrite_manifest(checkpoint, lambda found: replace(found, files={**found.files, **entry}))
 
     return of_both(harm)

@@ -119,7 +119,7 @@ def test_an_old_one_that_cannot_be_deleted_or_listed_does_not_fail_the_save(
 def test_a_complete_checkpoint_is_never_written_over(tmp_path: Path) -> None:
     save_plain(tmp_path, 3)
     before = files_below(tmp_path)
-    with pytest.raises(CheckpointError, match="step 3 was not saved: Directory not empty"):
+    with pytest.raises(CheckpointError, match=r"step 3 was not saved: .*Directory not empty"):
         save_plain(tmp_path, 3)
     assert files_below(tmp_path) == before
 
@@ -168,7 +168,8 @@ def test_a_rank_that_cannot_write_fails_the_save_everywhere_and_training_goes_on
     *messages, listing = first
     assert listing == "step-00000001"
     for message in messages:
-        assert f"step 2 was not saved: File too large on rank {small[0]}" in message
+        assert message.startswith("the checkpoint of step 2 was not saved: ")
+        assert f"File too large on rank {small[0]}" in message
         assert message.endswith("; earlier checkpoints stay.")
     assert os.listdir(tmp_path) == ["step-00000003"]
 
@@ -195,7 +196,7 @@ def fail_on_rank_0(context: ParallelContext, folder: Path, where: str, call: int
 def test_what_only_rank_0_runs_into_reaches_all(tmp_path: Path, where: str, call: int) -> None:
     first, second = run_ranks(fail_on_rank_0, 2, tmp_path, where, call)
     assert first == second
-    assert "step 2 was not saved: Input/output error on rank 0" in first
+    assert "Input/output error on rank 0" in first
     assert sorted(os.listdir(tmp_path)) == ["step-00000001", "step-00000002"]
 
 

@@ -14,8 +14,6 @@ import yaml  # type: ignore[import-untyped]
 import pretrain_gpt
 
 LAUNCHER = Path(__file__).parents[2] / "pretrain_gpt.py"
-
-
 Launch = Callable[..., "subprocess.CompletedProcess[str]"]
 
 

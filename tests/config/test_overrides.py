@@ -150,7 +150,6 @@ def test_presets_of_the_users_own_are_found_by_config_dir(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("content", "word"),
     [
-        (b"num_layers: [", "while parsing"),
         (b"name: \xff", "decode"),
         (b"name: " + b"[" * 5000, "recursion|nesting"),
     ],

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from functools import reduce
 from pathlib import Path
-from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
@@ -14,29 +13,15 @@ from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, as_plain, leaves, value_of, with_values
 
 ROOT = Path(__file__).parents[2]
-OTHER_VALUES = {
-    int: 12,
-    float: 0.25,
-    bool: True,
-    str: "other",
-    list[int]: [3, 7],
-    list[float]: [0.5],
-    list[str]: ["norm"],
-    Any: ["a", 1],
-}
-
-
-def other(name: str) -> Any:
-    return False if SETTINGS[name].default is True else OTHER_VALUES[SETTINGS[name].kind]
 
 
 def test_every_setting_is_written_read_and_changed_by_its_name() -> None:
     for name in SETTINGS:
-        changed = with_values(Config(), {name: other(name)})
+        changed = with_values(Config(), {name: "other"})
         assert changed != Config()
-        assert value_of(changed, name) == other(name)
+        assert value_of(changed, name) == "other"
         plain = as_plain(changed)
-        assert reduce(dict.__getitem__, name.split("."), plain) == other(name)
+        assert reduce(dict.__getitem__, name.split("."), plain) == "other"
         assert leaves(plain).keys() == SETTINGS.keys()
         assert with_values(Config(), leaves(yaml.safe_load(yaml.safe_dump(plain)))) == changed
 

@@ -52,7 +52,7 @@ def test_what_differs_from_the_others_is_named(change: dict[str, float | str], t
 def test_where_half_of_the_nodes_differ_from_the_others_none_is_blamed(change: dict[str, float | str]) -> None:
     split = nodes(n2=change, n3=change)
     two = {name: split[name] for name in ("n1", "n2")}
-    shown = {"torch": "2.13.0 on n1, 2.12.0 on n2", "clock, s": "+0.0 on n1, +30.0 on n2"}
+    shown = {"torch": "2.13.0 on n1, 2.12.0 on n2", "clock, s": "-15.0 on n1, +15.0 on n2"}
     (name,) = change
     assert judge(two) == ({}, [f"they differ in {name}: {shown[name]}"])
     faults, [line] = judge(split)
@@ -84,7 +84,7 @@ def test_the_time_of_a_write_is_the_disk_s_alone(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(preflight_module, "DISK_BYTES", 1 << 10)
     monkeypatch.setattr(preflight_module, "seconds", lambda action, *_: (order.append("begin"), action(), 1.0)[-1])
     monkeypatch.setattr(os, "urandom", lambda size: order.append("random numbers") or bytes(size))
-    preflight_module._measure({}, CPU, tmp_path, writes=True)
+    preflight_module._measure({}, CPU, tmp_path)
     assert order == ["begin", "begin", "random numbers", "begin"]
 
 
@@ -106,8 +106,14 @@ def disk_hangs(context: ParallelContext) -> ParallelContext:
     return context
 
 
+def disk_is_not_mounted(context: ParallelContext) -> ParallelContext:
+    write = preflight_module._write
+    preflight_module._write = lambda folder, content: write(folder / "runs", content)
+    return context
+
+
 def stops_in_measuring(context: ParallelContext) -> ParallelContext:
-    preflight_module._measure = lambda *_, **__: time.sleep(12)  # type: ignore[assignment]
+    preflight_module._measure = lambda *_: time.sleep(12)  # type: ignore[assignment]
     return context
 
 
@@ -129,13 +135,13 @@ def _measure(context: ParallelContext, folder: Path, faults: dict[int, Fault], w
 
 
 def test_real_ranks_measure_and_the_first_one_knows(tmp_path: Path) -> None:
-    """A folder without its mount point, a disk that hangs, a clock that is wrong."""
-    faults = {0: disk_hangs, 2: clock_ahead}
-    first, *others = run_ranks(_measure, 3, tmp_path / "no mount point" / "runs", faults)
+    """A disk that hangs or is missing, a clock that is wrong."""
+    faults = {0: disk_hangs, 1: disk_is_not_mounted, 2: clock_ahead}
+    first, *others = run_ranks(_measure, 3, tmp_path / "no run" / "yet", faults)
     assert others == [{}, {}]
     assert [*first] == ["n0", "n1", "n2"]
     assert all(first[node]["across, GB/s"] > 0 for node in first)
-    assert all(first["n1"][name] > 0 for name in ("matmul, TFLOP/s", "memory, GB/s"))
+    assert all(first["n2"][name] > 0 for name in ("matmul, TFLOP/s", "memory, GB/s", "disk, MB/s"))
     assert first["n0"]["error"] == "TimeoutError: no answer in time"
     assert first["n1"]["error"].startswith("FileNotFoundError")
     assert first["n1"]["torch"] == torch.__version__

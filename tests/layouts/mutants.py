@@ -14,6 +14,7 @@ from megalite.kernels.dropout import DropoutStreams
 from megalite.launch.context import ParallelContext
 from megalite.model import block as block_module
 from megalite.model import gpt as gpt_module
+from megalite.model.loss import TokenLoss
 from megalite.optim import rank_buffers as rank_buffers_module
 from megalite.optim import zero as zero_module
 from megalite.optim.gradients import PartialGradients
@@ -23,7 +24,6 @@ from megalite.tensor_parallel import layers as layers_module
 from megalite.tensor_parallel import linear as linear_module
 from megalite.tensor_parallel import mappings
 from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.tensor_parallel.cross_entropy import TokenLoss
 from megalite.tensor_parallel.layers import RowParallelLinear, VocabParallelEmbedding
 from megalite.train import step as step_module
 

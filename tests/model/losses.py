@@ -8,9 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.kernels.pieces import statistics_dtype
-from megalite.model.loss import linear_cross_entropy
+from megalite.model.loss import TokenLoss, linear_cross_entropy
 from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.tensor_parallel.cross_entropy import TokenLoss
 
 
 @dataclass(frozen=True)
@@ -66,7 +65,7 @@ class Head:
         self.case, self.scale = case, torch.tensor(case.scale, dtype=torch.float64, device=device)
         self.hidden, self.weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
         settings = case.vocab, case.label_smoothing, case.z_loss
-        self.token_loss = TokenLoss(len(weight), case.padded, group, *settings)
+        self.token_loss = TokenLoss(case.padded, group, *settings)
         self.main_grad: Tensor | None = None
         if case.main_grad:
             self.main_grad = torch.full(weight.shape, 2.0, dtype=statistics_dtype(case.dtype), device=device)

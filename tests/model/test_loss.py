@@ -18,9 +18,8 @@ from megalite.kernels.products import TILE_ELEMENTS
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.model import loss as loss_module
-from megalite.model.loss import _default_chunk
+from megalite.model.loss import PIECE_ELEMENTS, TokenLoss, _default_chunk
 from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.tensor_parallel.cross_entropy import PIECE_ELEMENTS, TokenLoss
 from tests.model.losses import Case, Head, assert_right, compute, relative_error
 from tests.ranks import run_ranks
 
@@ -127,9 +126,9 @@ def peaks_of(context: ParallelContext, case: Case, chunks: list[int]) -> list[tu
     ],
 )
 def test_memory_is_that_of_a_chunk_and_never_of_all_logits(ranks: int, dtype: torch.dtype, main_grad: bool) -> None:
-    """Logits of a chunk, of two where ranks exchange and train; two fp32 pieces; a few [n, h]; little per token."""
+    """Logits of a chunk; two fp32 pieces; a few [n, h]; little per token."""
     n, vocab, width, chunks = 4096, 4096, 16, [256, 512, 1024]
-    ahead, columns, size = min(ranks, 2), vocab // ranks, dtype.itemsize
+    columns, size = vocab // ranks, dtype.itemsize
     weight_grad = 0 if main_grad else vocab * width * (4 + 2 * size)  # fp32 sum, its copy for backward, times upstream
     products = [product_bytes(chunk, columns, width, dtype) for chunk in chunks]
     for sequence_parallel in (False, True)[:ranks]:
@@ -144,12 +143,12 @@ def test_memory_is_that_of_a_chunk_and_never_of_all_logits(ranks: int, dtype: to
                 logits = chunk * columns
                 rest = 2 * 4 * min(logits, PIECE_ELEMENTS["cpu"]) + packed + 64 * n + 16384
                 hidden = 2 * ranks * n * width * size
-                assert trained <= ahead * size * logits + rest + hidden + weight_grad < 4 * n * columns
+                assert trained <= size * logits + rest + hidden + weight_grad < 4 * n * columns
                 assert evaluated <= size * logits + rest + n * width * size
-            statistics = 512 * 512 if ranks > 1 else 0  # grow with the chunk as its logits do
-            for kind, alive in enumerate((ahead, 1)):
-                grown = peaks[2][kind] - peaks[1][kind] - alive * 512 * columns * size
-                assert abs(grown) <= statistics + products[2] - products[1]
+            per_token = 512 if ranks > 1 else 8  # statistics, or losses: they grow with the chunk as its logits do
+            for kind in (0, 1):
+                grown = peaks[2][kind] - peaks[1][kind] - 512 * columns * size
+                assert abs(grown) <= 512 * per_token + products[2] - products[1]
     hidden, weight, labels, _ = Case(4000, vocab, n=n, width=width, dtype=dtype).inputs()
     naive = peak_bytes(lambda: F.cross_entropy((hidden @ weight.t()).float(), labels))
     assert naive > 4 * n * vocab, "the meter sees what must not happen"
@@ -159,7 +158,7 @@ def test_ranks_with_uneven_parts_of_the_vocabulary_take_the_same_chunks() -> Non
     """Each chunk is one exchange: a rank with one of its own would wait for ever."""
 
     def chosen(weight: torch.Tensor, padded: int, group: TensorGroup | None = None) -> int:
-        return _default_chunk(weight, TokenLoss(len(weight), padded, group, padded, 0.0, 0.0))
+        return _default_chunk(weight, TokenLoss(padded, group, padded, 0.0, 0.0))
 
     groups, stops = [TensorGroup("tp", 3, index) for index in range(3)], [at * 4099 // 3 for at in range(4)]
     parts = [torch.empty(stop - start, 8) for start, stop in pairwise(stops)]

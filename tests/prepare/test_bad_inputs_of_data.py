@@ -75,10 +75,10 @@ def not_utf8() -> None:
 
 def tokens(dtype: str, ids: list[int], name: str = "corpus", **facts: object) -> Arrange:
     def arrange() -> None:
-        with TokenWriter(Path(name), np.dtype(dtype)) as writer:
-            writer.add(np.array(ids))
-            writer.end_document()
-            writer.finish(facts)
+        writer = TokenWriter(Path(name), np.dtype(dtype))
+        writer.add(np.array(ids))
+        writer.end_document()
+        writer.finish(facts)
 
     return arrange
 
@@ -113,11 +113,11 @@ PARQUET = table("a.parquet", text=["abc"] * 99)
 SET = text("set/train.jsonl", GOOD * 10)
 SCAN, BLEND = "--verify data=tokens data.path=corpus", "data=tokens data.path=[a,b]"
 ROWS: list[tuple[str, str, Arrange]] = [  # the command, words of its refusal, what there is
-    ("data=text data.path=none/*.txt", "none/*.txt|matches no file|a quoted", several()),
-    ("data=text data.path=f", "holds no .txt|quoted", text("f/a.pdf", "x")),
-    ("data=text data.path=f", "f/a.txt|no regular file", several(text("f/b.txt", "x"), broken_link)),
+    ("data=text data.path=none/*.txt", "none/*.txt|no such file, and no folder or glob|a quoted", several()),
+    ("data=text data.path=f", "no folder or glob of .txt|quoted", text("f/a.pdf", "x")),
+    ("data=text data.path=f", "f/a.txt|no such file", several(text("f/b.txt", "x"), broken_link)),
     ("data=text data.path=f", "b.txt|is empty", several(text("f/a.txt", "x" * 900), text("f/b.txt", ""))),
-    (f"{A}.txt", "is not UTF-8 text|byte 6,000,000", text("a.txt", "é".encode() * 3_000_000 + b"\xc3")),
+    (f"{A}.txt", "a.txt: is not UTF-8 text", text("a.txt", "é".encode() * 3_000_000 + b"\xc3")),
     (f"{A}.jsonl.gz", "a.jsonl.gz|incorrect header", text("a.jsonl.gz", "no gzip")),
     (f"{A}.csv", "must be one column 'text'|it has: id, body", text("a.csv", "id,body\n1,x\n")),
     (f"{A}.csv", "a.csv|not csv in UTF-8", text("a.csv", b"text\nx\n\xff\n")),

@@ -300,10 +300,10 @@ LATE = 7  # the seed of a run that reads its figures one step late
 def _refusing_step_3(context: ParallelContext, config: Config) -> int | str:
     read = batches_module.local_batches
 
-    def refuse(source: Any, config: Config, first: int, *args: Any, **kwargs: Any) -> list[Batch]:
-        if "problems" in kwargs and first == 2 * config.train.global_batch_size:  # the third step of training
-            kwargs["problems"].append(UNREADABLE)
-        return read(source, config, first, *args, **kwargs)
+    def refuse(source: Any, config: Config, samples: range, share: Any, problems: Any = None) -> list[Batch]:
+        if problems is not None and samples.start == 2 * config.train.global_batch_size:  # the third step of training
+            problems.append(UNREADABLE)
+        return read(source, config, samples, share, problems)
 
     if context.rank == 1:
         batches_module.local_batches = refuse

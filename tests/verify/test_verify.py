@@ -20,7 +20,7 @@ import torch
 
 from megalite.checkpoint import store
 from megalite.checkpoint.commit import CHECKPOINTS
-from megalite.commands import verify as verify_command
+from megalite.commands import plan
 from megalite.commands.train import train_rank
 from megalite.config.compose import load_config
 from megalite.config.layout import layout_of, stage_settings
@@ -32,7 +32,6 @@ from megalite.launch.environment import ProcessEnvironment
 from megalite.layout.stages import stage_layers
 from megalite.train import run
 from megalite.train.history import METRICS
-from megalite.verify import verify as verify_module
 from megalite.verify.shrink import MOST_RANKS, load, shrink, vocabulary_of
 from megalite.verify.verify import compare, verify
 from tests.checkpoint.samples import SINGLE, whole
@@ -73,7 +72,7 @@ EXPERTS = TIED - {"mlp"} | {"router", "experts"}
     ],
 )
 def test_a_sound_layout_passes(capsys: pytest.CaptureFixture[str], words: str, ranks: int, parts: set[str]) -> None:
-    assert verify_command.main(words.split()) == 0
+    assert plan.verify(words.split()) == 0
     printed = capsys.readouterr().out
     assert f"PASS: {ranks} ranks" in printed
     assert "FAIL" not in printed
@@ -86,7 +85,7 @@ def test_a_sound_layout_passes(capsys: pytest.CaptureFixture[str], words: str, r
 
 def broken(monkeypatch: pytest.MonkeyPatch, train_layout: Any) -> None:
     """From here on the ranks of a layout run `train_layout`, and the one process what it should."""
-    monkeypatch.setattr(verify_module, "verify", partial(verify, train_layout=train_layout))
+    monkeypatch.setattr("megalite.verify.verify.verify", partial(verify, train_layout=train_layout))
 
 
 def with_mistake(mutant: Any, config: Config, place: ProcessEnvironment) -> int:
@@ -139,7 +138,7 @@ def test_a_mistake_of_some_layout_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mutant: Any, words: str, rows: tuple[str, ...]
 ) -> None:
     broken(monkeypatch, partial(with_mistake, mutant))
-    assert verify_command.main(words.split()) == 1
+    assert plan.verify(words.split()) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("FAIL:") for line in lines)
     assert [what for what in rows if not any(line.startswith(what) and " FAIL " in line for line in lines)] == []
@@ -169,7 +168,7 @@ def test_a_rank_that_cannot_finish_is_named(
     said: list[str],
 ) -> None:
     broken(monkeypatch, partial(stopped, how))
-    assert verify_command.main(["parallel.tp=2", "--dp=1", f"--timeout={timeout_s}"]) == status
+    assert plan.verify(["parallel.tp=2", "--dp=1", f"--timeout={timeout_s}"]) == status
     error = capsys.readouterr().err
     assert [text for text in said if text not in error] == [], error
 
@@ -190,19 +189,17 @@ def test_a_rank_that_cannot_finish_is_named(
 def test_what_cannot_be_laid_out_is_refused(
     capsys: pytest.CaptureFixture[str], words: list[str], said: list[str]
 ) -> None:
-    assert verify_command.main(words) == 2
+    assert plan.verify(words) == 2
     error = capsys.readouterr().err
     assert all(text in error for text in said)
     assert f"refused, {len(said)} problem" in error
 
 
 def test_the_examples_of_the_command_are_layouts_that_it_accepts() -> None:
-    assert verify_command.__doc__
-    start = "python -m megalite verify "
-    examples = [line.removeprefix(start) for line in verify_command.__doc__.splitlines() if line.startswith(start)]
+    examples = re.findall("python -m megalite verify (.*)", plan.verify.function.__doc__ or "")
     assert len(examples) == 2
     for example in examples:
-        options, overrides = verify_command.main.parse(shlex.split(example))
+        options, overrides = plan.verify.parse(shlex.split(example))
         assert load(overrides, options.world_size, options.dp)[0].parallel.tp > 1, example
 
 
@@ -368,7 +365,7 @@ def test_each_kind_of_difference_is_found_where_it_is_however_small_the_tensor(
 
 
 def test_the_command_imports_no_torch_before_it_has_refused() -> None:
-    code = f"import sys, {verify_command.__name__}; sys.exit('torch' in sys.modules)"
+    code = f"import sys, {plan.__name__}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

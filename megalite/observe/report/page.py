@@ -20,15 +20,8 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
-from megalite.config.files import (
-    COMPARISON,
-    REPORT,
-    Kind,
-    as_record,
-    output_problems,
-    private_files,
-    write_atomically,
-)
+from megalite.config import files
+from megalite.config.files import COMPARISON, REPORT, Kind
 from megalite.errors.problems import Problem, UserError, collect, collect_all, printable
 from megalite.errors.words import plain
 from megalite.layout.ranks import ParallelLayout
@@ -60,7 +53,7 @@ def live_report(run: RunData, interval_s: float) -> View:
             return
         try:
             page = render([run], live=not ended).encode(errors="replace")
-            write_atomically(run.folder / REPORT.usual, page, REPORT)
+            files.write_atomically(run.folder / REPORT.usual, page, REPORT)
         finally:
             now = time.monotonic()
             due = now + max(interval_s, SHARE * (now - begun)) if interval_s else due
@@ -74,13 +67,13 @@ def write_report(folders: Sequence[Path], out: Path | None, kind: Kind | None = 
     or for a file that cannot be written."""
     kind = kind or (REPORT if len(folders) == 1 else COMPARISON)
     target = out or (folders[0] / kind.usual if kind is REPORT else Path(kind.usual))
-    problems = output_problems("--out", target, kind)
+    problems = files.output_problems("--out", target, kind)
     runs = collect(lambda: collect_all(read_run, folders), problems)
     if runs is None or problems:
         raise UserError(problems)
     try:
-        with nullcontext() if out else private_files():
-            write_atomically(target, render(runs, compared=kind is COMPARISON).encode(errors="replace"), kind)
+        with nullcontext() if out else files.private_files():
+            files.write_atomically(target, render(runs, compared=kind is COMPARISON).encode(errors="replace"), kind)
     except OSError as error:
         rule = f"cannot be written: {error.strerror}"
         raise UserError(Problem("--out", str(target), rule, "another file: --out FILE")) from error
@@ -196,7 +189,7 @@ def pictures_of(run: RunData) -> tuple[list[Markup], list[Markup]]:
     """Pictures of the layout and of the pipeline; none where the newest start has recorded no layout."""
     layout = None
     with suppress(UserError, AssertionError):  # the record was changed
-        layout = as_record(ParallelLayout, run.start.get("layout"), EVENTS)
+        layout = files.as_record(ParallelLayout, run.start.get("layout"), EVENTS)
     if layout is None:
         return [], []
     ranks = ranks_picture(layout, int(run.start.get("ranks_per_node") or layout.world_size))

@@ -61,7 +61,7 @@ def test_where_a_page_cannot_be_written_the_one_before_stays(tmp_path: Path, mon
     report({"step": 41, "loss": 1.0})
     before = (run / "report.html").read_text()
     with monkeypatch.context() as patch:
-        patch.setattr(page_module, "write_atomically", Mock(side_effect=OSError(28, "No space left on device")))
+        patch.setattr(page_module.files, "write_atomically", Mock(side_effect=OSError(28, "No space left on device")))
         with pytest.raises(OSError, match="No space left on device"):
             report(END)
     assert (run / "report.html").read_text() == before
