@@ -1,8 +1,8 @@
 """What a saved model computes: its loss on data, and text. Files, ids and mathematics are those of training.
 
-On a run's own validation part the losses are those of its training: the same batches, the same sums. Other data is
-evaluated whole, in windows that follow each other without overlap: of each of its files, every token but the first is
-predicted once. A prompt is computed once; from then on every step computes the newest token of each text alone.
+On a run's own validation part the losses are those of training: the same batches, the same sums. Other data is
+evaluated whole, in windows without overlap: every token of a file but the first is predicted once. A prompt is computed
+once; from then on every step computes the newest token of each text alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -166,11 +166,11 @@ class Sampling:
 def keeping_keys() -> Callable[..., Tensor]:
     """A function in place of `Attention.attend` that attends to all tokens so far. Its first call brings whole texts,
     every other one token of each."""
-    kept = [torch.empty(0), torch.empty(0)]  # keys and values [b, groups, s, d], once there are some
+    kept = list[Tensor]()  # keys and values [b, groups, s, d], once there are some
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor, inputs: BlockInputs) -> Tensor:
         queries, *new = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in (queries, keys, values))
-        is_first = not kept[0].numel()
+        is_first = not kept
         kept[:] = new if is_first else [torch.cat(parts, dim=2) for parts in zip(kept, new, strict=True)]
         keys, values = kept
         is_grouped = queries.shape[1] != keys.shape[1]
