@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 from megalite.config.compose import load_config, load_values
 from megalite.config.derive import derive
 from megalite.config.layout import dense_ranks, exchange_of, layout_of, least_world, stage_settings
-from megalite.config.parallel_rules import BLOCK
-from megalite.config.rules import check
+from megalite.config.rules import BLOCK, check
 from megalite.config.schema import Config, ParallelConfig
 from megalite.config.settings import SETTINGS, value_of, with_values
 from megalite.errors.problems import Problem, UserError

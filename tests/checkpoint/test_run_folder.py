@@ -86,6 +86,7 @@ def test_what_may_change_is_said(tmp_path: Path) -> None:
         "model.dropout is now 0.1; the run was at 0",
         "optimizer.lr is now 0.5; the run was at 0.001",
         "parallel.timeout_s is now 5; the run was at 600",
+        "run_dir is now x; the run was at null",
         "train.steps is now 9; the run was at 200",
     ]
     folder.close()
