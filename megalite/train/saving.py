@@ -6,8 +6,8 @@ and a handful of numbers. Learning rate, data order and dropout masks are functi
 When a save fails, training goes on, and the last checkpoint stays. A run whose weights or moments are not finite has
 failed and is not saved. Finite weights are trusted only after a later step was applied, because that step's loss was
 computed with them. The newest checkpoint of trusted weights is never deleted. Ranks that drift apart (bad memory, a
-collective gone wrong) train on silently with a loss curve that looks normal, so now and then they compare hashes of what
-they should hold alike.
+collective gone wrong) train on silently with a loss curve that looks normal, so now and then they compare hashes of
+what they should hold alike.
 """
 
 import time
