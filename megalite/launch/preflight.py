@@ -44,7 +44,7 @@ Measures = Mapping[str, Any]
 
 def preflight(context: ParallelContext, folder: Path) -> dict[str, Measures]:
     """The measures of every node, by its name, on rank 0; nothing elsewhere. All ranks call it. `folder` is that of
-    checkpoints; where it is missing, the nearest above it that rank 0 finds counts. UserError where a rank does not
+    checkpoints; where it is missing, the nearest above it that a rank finds counts. UserError where a rank does not
     even say on which node it is."""
     here = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     found = next(str(each) for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
@@ -55,8 +55,8 @@ def preflight(context: ParallelContext, folder: Path) -> dict[str, Measures]:
         raise UserError(Problem("preflight", context.world_size, rule, "look at their logs and nodes"))
     for rank, (name, *_) in places.items():
         nodes[name].append(rank)
-    writes_to = Path(places[0][3]) if nodes[here][0] == context.rank else None
-    mine.in_time(HANG_S, ERROR, lambda: mine.measure(writes_to))
+    nearest = Path(max((place[3] for place in places.values()), key=len)) if nodes[here][0] == context.rank else None
+    mine.in_time(HANG_S, ERROR, lambda: mine.measure(nearest))
     sharers = [rank for rank, place in places.items() if place[:3] == places[context.rank][:3] and place[2]]
     if len(sharers) > 1:
         mine.own[ERROR] = f"ranks {listed(sharers)} share one GPU"
