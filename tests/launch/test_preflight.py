@@ -93,7 +93,7 @@ def other_device(context: ParallelContext) -> ParallelContext:
 
 
 def disk_hangs(context: ParallelContext) -> ParallelContext:
-    preflight_module.write = lambda *_: time.sleep(3600)  # type: ignore[assignment]
+    Path.is_dir = preflight_module.write = lambda *_: time.sleep(3600)  # type: ignore[assignment,method-assign]
     return context
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megalite.launch.context import CPU, ParallelContext
+from megalite.launch.context import ParallelContext
 from megalite.launch.startup import join, make_groups
 from megalite.layout.groups import GroupNeeds, GroupSpec, all_groups, groups_of
 from megalite.layout.ranks import ParallelLayout
@@ -57,7 +57,7 @@ def fake_world() -> Iterator[Any]:
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
-        return join(layout, rank, CPU, torch.float32, None, timeout_s=10, needs=needs)
+        return join(ParallelContext(layout, rank), timeout_s=10, needs=needs)
 
     yield make
     if dist.is_initialized():
