@@ -32,7 +32,7 @@ from megalite.data.token_file import CODES, HEADER, MAGIC, TokenFile, damaged, d
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UserError
 from megalite.prepare.cuts import PIECE, Piece, cut_for
-from megalite.prepare.reading import Shard, pieces
+from megalite.prepare.sources import Shard, pieces
 
 LONGEST = 2**31 - 1  # tokens in one sequence: its length is an i32
 COPY = 8 << 20  # tokens that are copied or scanned at once

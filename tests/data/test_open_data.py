@@ -15,8 +15,7 @@ from megalite.config.settings import with_values
 from megalite.data import open as open_module
 from megalite.data.open import note_changed_files, open_data
 from megalite.errors.problems import UserError
-from megalite.prepare.made_tokenizers import byte_tokenizer, char_tokenizer
-from megalite.prepare.prepare import prepare, prepare_file
+from megalite.prepare.prepare import byte_tokenizer, char_tokenizer, prepare, prepare_file
 from megalite.prepare.sources import Source
 
 WriteTokens = Callable[..., Path]
