@@ -13,7 +13,8 @@ from megalite.config.schema import Config
 from megalite.data.open import open_data
 from megalite.data.token_file import TokenFile
 from megalite.prepare.prepare import prepare
-from megalite.prepare.tokenizing import TokenWriter, join, verify
+from megalite.prepare.tokenizing import join, verify
+from tests.data.conftest import write_token_file
 from tests.data.megatron.oracle import CASES, FIXTURES, HERE, IDS, Case
 
 ROOT = Path(__file__).parents[2]
@@ -21,12 +22,8 @@ ROOT = Path(__file__).parents[2]
 
 def write_here(case: Case, prefix: Path, longest: int = 1000) -> None:
     """The case as we write it: a document is one sequence, unless it is longer than `longest`."""
-    writer = TokenWriter(prefix, np.dtype(case.dtype), longest)
-    for document in case.documents:
-        for sequence in document:
-            writer.add(np.array(sequence, dtype=np.int64))
-        writer.end_document()
-    writer.finish({})
+    documents = [[token for sequence in document for token in sequence] for document in case.documents]
+    write_token_file(prefix, documents, np.dtype(case.dtype), longest=longest)
 
 
 @pytest.fixture(scope="module")
