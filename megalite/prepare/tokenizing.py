@@ -90,9 +90,8 @@ def tokenize_shard(job: Job, tokenizer: TextTokenizer, batch: int) -> Iterator[C
     """Write the token file of one shard, `batch` characters at a time; the counts after each."""
     (target, shard), dtype = job, dtype_for(tokenizer.vocab_size)
     end = np.array([] if tokenizer.end_of_document is None else [tokenizer.end_of_document], dtype=np.int64)
-    size = skipped = tokens = begun = (
-        0  # bytes of text in UTF-8; rows without text; tokens; of them, in an open document
-    )
+    size = skipped = 0  # bytes of text, in UTF-8; rows without text
+    tokens = begun = 0  # of all documents; of the one that is being written
     lengths = array("q")  # tokens of each document
     with_suffix(target, ".idx").unlink(missing_ok=True)  # it would describe other data
     with with_suffix(target, ".bin").open("wb") as file:

@@ -121,7 +121,7 @@ def test_another_tokenizer_than_the_one_that_made_the_tokens_is_refused(
     tokens.tokenizer = str(tmp_path / "right")
     assert open_data(tokens, prepare(tokens)).vocab_size == 100
     tokens.tokenizer = str(tmp_path / "other")
-    with pytest.raises(UserError, match="is another tokenizer than the one that made a"):
+    with pytest.raises(UserError, match="with another one than tokenizer names"):
         open_data(tokens, prepare(tokens))
 
 
