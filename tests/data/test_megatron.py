@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 def write_here(case: Case, prefix: Path, longest: int = 1000) -> None:
     """The case as we write it: a document is one sequence, unless it is longer than `longest`."""
-    documents = [[token for sequence in document for token in sequence] for document in case.documents]
+    documents = [list(chain(*document)) for document in case.documents]
     write_token_file(prefix, documents, np.dtype(case.dtype), longest=longest)
 
 
@@ -94,7 +95,7 @@ def test_what_we_write_is_read_by_megatron(ours: Path, megatron: tuple[Path, dic
         assert found[name] == {"dtype": name, "sequences": case.sequences, "boundaries": case.boundaries}
     cut = [[7, 8], [9, 10], [11, 12], [13, 14], [15, 16], [70_000]]
     assert found["cut"] == {"dtype": "int32", "sequences": cut, "boundaries": [0, 2, 3, 5, 6]}
-    joined = [*CASES["int32"].sequences, *(sum(document, []) for document in CASES["several"].documents)]
+    joined = [*CASES["int32"].sequences, *(list(chain(*document)) for document in CASES["several"].documents)]
     boundaries = list(range(len(joined) + 1))  # each document is one sequence
     assert found["joined"] == {"dtype": "int32", "sequences": joined, "boundaries": boundaries}
     assert found.keys() == {*IDS, "cut", "joined"}
