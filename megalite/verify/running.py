@@ -75,7 +75,7 @@ def _write_text(path: Path, config: Config) -> None:
     """Documents of random letters, never the same twice, and beside them the tokenizer: as many letters as the
     vocabulary has room for, and an end of document."""
     from megalite.data.tokenizers import END, TextTokenizer
-    from megalite.prepare.made_tokenizers import char_tokenizer
+    from megalite.prepare.prepare import char_tokenizer
 
     train, dice = config.train, np.random.default_rng(config.seed)
     letters = [chr(LETTERS + at) for at in range(min((config.model.vocab_size or 2) - 1, 20_000))]
