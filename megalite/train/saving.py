@@ -152,12 +152,11 @@ def owned_pieces(prefix: str, owned: Iterable[OwnedRange], slices: Sequence[Tens
     """The elements of each parameter in the slices (one flat tensor per bucket), as boxes of logical tensors."""
     for each in (each for each in owned if len(slices[each.bucket])):
         record = each.slot.record
-        for box, elements, start in each.boxes():
-            for at, sizes, first in boxes(elements.start, elements.stop, box.sizes):
-                begin = start - elements.start + first
-                offsets = tuple(outer + inner for outer, inner in zip(box.offsets, at, strict=True))
-                tensor = slices[each.bucket][begin : begin + prod(sizes)].view(sizes)
-                yield Piece(f"{prefix}{record.name}", record.shape, offsets, tensor)
+        for at, sizes, first in boxes(each.in_box.start, each.in_box.stop, each.box.sizes):
+            begin = each.in_slice.start - each.in_box.start + first
+            offsets = tuple(outer + inner for outer, inner in zip(each.box.offsets, at, strict=True))
+            tensor = slices[each.bucket][begin : begin + prod(sizes)].view(sizes)
+            yield Piece(f"{prefix}{record.name}", record.shape, offsets, tensor)
 
 
 class TrainingStoppedError(RuntimeError):

@@ -17,7 +17,7 @@ from megalite.data.tokenizers import load_tokenizer
 from megalite.hf import inference
 from megalite.hf.inference import Sampling, continued, read_prompt, texts_of
 from megalite.hf.saved_model import open_model
-from megalite.prepare.made_tokenizers import bpe_tokenizer, byte_tokenizer
+from megalite.prepare.prepare import bpe_tokenizer, byte_tokenizer
 from tests.hf.peers import PEERS, change_config, save_peer
 
 LIKELIEST, CONFIG = Sampling(temperature=0), Config(device="cpu")
