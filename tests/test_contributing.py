@@ -18,7 +18,7 @@ PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 WORK = """
 from pathlib import Path
 from megalite.config.settings import SETTINGS
-from megalite.prepare.reading import pieces
+from megalite.prepare.sources import pieces
 from megalite.prepare.sources import Source
 from megalite.pipeline.checker import check
 from megalite.config.schedule_rules import ScheduleRequest
@@ -29,7 +29,7 @@ for pp, microbatches in ((1, 3), (2, 3), (4, 8), (8, 4)):
 assert "eager" in SETTINGS["parallel.schedule"].choices
 assert "relu2" in SETTINGS["model.activation"].choices
 Path("mails.mbox").write_text("From a\\nSubject: one\\n\\nfirst\\n\\nFrom b\\n\\nsecond\\n")
-assert [text.strip() for text in pieces(*Source("text", ("mails.mbox",)).plan()) if text] == ["first", "second"]
+assert [piece.text.strip() for piece in pieces(*Source("text", ("mails.mbox",)).plan())] == ["first", "second"]
 """
 
 

@@ -1,15 +1,12 @@
-"""Makes, commits, prunes and clears the folders of checkpoints. The commit is a rename.
+"""Makes, commits, prunes and clears the folders of checkpoints, on rank 0. The commit is a rename.
 
     .tmp-step-00000200-<attempt>   being written; no checkpoint until it is renamed
-    step-00000200                  complete, never changed again
+    step-00000200                  complete, never changed again; a link counts as its folder, on another disk
     .trash-step-00000100-<attempt> being deleted
-    step-00000300.bad-<time>       found damaged, kept for people
-
-A link to a folder counts as the folder: a checkpoint may lie on another disk.
+    step-00000300.bad-<time>       found damaged (reading.py), kept for people
 
 A folder gets a `step-` name only when all its files are on disk (synced before the rename), and loses it before the
 first of its files is deleted; so a kill or a power cut at any point leaves only whole checkpoints under that name.
-All functions are rank 0's; they touch nothing but these names.
 """
 
 import contextlib
@@ -17,7 +14,6 @@ import os
 import re
 import secrets
 import shutil
-import time
 from pathlib import Path
 
 from megalite.config.files import sync_folder
@@ -79,11 +75,3 @@ def recover(folder: Path) -> None:
     for path in folder.iterdir() if folder.is_dir() else ():
         if _UNFINISHED.fullmatch(path.name):
             shutil.rmtree(path)
-
-
-def set_aside(path: Path) -> str:
-    """Rename a damaged checkpoint, so that it is not tried again and not lost; its name from now on."""
-    aside = path.with_name(f"{path.name}.bad-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}")
-    with contextlib.suppress(OSError):  # it is passed over all the same
-        path = path.rename(aside)
-    return path.name

@@ -1,14 +1,14 @@
 """Finds checkpoints and fills live tensors from them, whatever layout wrote them. All ranks call these functions at the
 same point, and all get the same outcome.
 
-`newest` gives a checkpoint whose every byte is as written; damaged ones are reported and renamed, not deleted. Names,
-shapes and dtypes are compared over all ranks before the first tensor is touched: a load that fails half-way would mix
-two states, and one that leaves out what nobody asks for would lose state in silence. Each rank then reads, of each
-stored box, only the bytes from the first to the last element that it needs.
+Names, shapes and dtypes are compared over all ranks before the first tensor is touched: a load that fails half-way
+would mix two states, and one that leaves out what nobody asks for would lose state in silence. Each rank then reads,
+of each stored box, only the bytes from the first to the last element that it needs.
 """
 
 import errno
 import json
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,8 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint import commit
-from megalite.checkpoint.commit import STATE, step_name
+from megalite.checkpoint.commit import STATE, committed, step_name
 from megalite.checkpoint.manifest import DTYPES, MANIFEST, Manifest, Piece, StoredBox, StoredTensor, digest, file_fault
 from megalite.errors.problems import Problem, UserError, refuse
 from megalite.errors.words import several
@@ -75,13 +74,12 @@ def newest(
     step: int | None = None,
     look_only: bool = False,
 ) -> Found | None:
-    """The newest undamaged checkpoint in `folder`, or that of `step`; None if there is none at all.
+    """The newest checkpoint in `folder` whose every byte is as written, or that of `step`; None if there is none.
 
-    `report` is called on rank 0 for damaged ones that were passed over. If all are damaged the run is refused, with
-    nothing renamed: starting again from nothing is for a person to decide. `look_only` renames nothing either: for
-    readers that do not hold the run's lock.
+    Damaged ones that were passed over are renamed, and reported on rank 0. If all are damaged the run is refused, with
+    nothing renamed: starting again from nothing is for a person to decide. Readers without the run's lock `look_only`.
     """
-    steps = rank0_broadcast(context, lambda: [at for at, _ in commit.committed(folder)])
+    steps = rank0_broadcast(context, lambda: [at for at, _ in committed(folder)])
     others = f"those there are: {', '.join(map(str, reversed(steps))) or 'none, in this run'}"
     if step is not None and step not in steps:
         raise UserError(Problem("step", step, f"there is no checkpoint of it in {folder}", others))
@@ -90,8 +88,9 @@ def newest(
         found = inspect(path, context)
         if isinstance(found, Found):
             for bad, fault in damaged if context.rank == 0 else []:
-                aside = "" if look_only else f"; kept as {commit.set_aside(bad)}"
-                report(f"checkpoint {bad.name} is damaged and was passed over: {fault}{aside}")
+                aside = bad.with_name(f"{bad.name}.bad-{time.strftime('%Y%m%d-%H%M%S')}")
+                kept = "" if look_only else f"; kept as {bad.rename(aside).name}"
+                report(f"checkpoint {bad.name} is damaged and was passed over: {fault}{kept}")
             return found
         damaged.append((path, found))
     remedy = "restore this folder from a copy, or set another run_dir to start from nothing"
@@ -143,17 +142,14 @@ def _read_all(folder: Path, saved: Mapping[str, StoredTensor], pieces: Sequence[
 
 
 def _read(file: BufferedReader, box: StoredBox, piece: Piece, common: Sequence[range]) -> None:
-    """Fill what a stored box and a piece have in `common` from the shortest range of the file that holds all of
-    it, straight into the piece where the elements lie there in the same order."""
+    """Fill what a stored box and a piece have in `common` from the shortest range of the file that holds all of it."""
     inside = [slice(places.start - at, places.stop - at) for places, at in zip(common, piece.offsets, strict=True)]
     target = piece.tensor.detach()[tuple(inside)]
     strides = [prod(box.sizes[dim + 1 :]) for dim in range(len(box.sizes))]  # of the stored box, in elements
     skipped = sum((at.start - first) * stride for at, first, stride in zip(common, box.offsets, strides, strict=True))
     reach = sum((len(places) - 1) * stride for places, stride in zip(common, strides, strict=True)) + 1
-    direct = target.device.type == "cpu" and target.is_contiguous() and reach == target.numel()
-    elements = target if direct else torch.empty(reach, dtype=target.dtype)
+    elements = torch.empty(reach, dtype=target.dtype)
     file.seek(box.start + skipped * target.itemsize)
-    if file.readinto(elements.view(-1).view(torch.uint8).numpy().data) < elements.nbytes:
+    if file.readinto(elements.view(torch.uint8).numpy().data) < elements.nbytes:
         raise OSError(errno.EIO, "the file ends too early", file.name)
-    if not direct:
-        target.copy_(elements.as_strided(target.shape, strides))
+    target.copy_(elements.as_strided(target.shape, strides))

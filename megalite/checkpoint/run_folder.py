@@ -6,8 +6,8 @@
     tokenizer/     what its token ids mean, as transformers reads it; every checkpoint holds the hash of each file
     checkpoints/   see commit.py
 
-Rank 0 alone decides by what is on disk, since others may see it late on NFS; they only make sure that it is one disk
-for all. A start that is refused leaves nothing behind.
+Rank 0 alone decides by what is on disk, since others may see it late on NFS. A start that is refused leaves nothing
+behind.
 """
 
 import contextlib
@@ -17,7 +17,6 @@ import os
 import secrets
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -57,75 +56,44 @@ _FREE = (  # beginnings of names; the model's leave the meaning of its parameter
     *("model.moe.capacity_factor", "model.moe.dispatcher"),
 )
 _WITH_LENGTH = (_LENGTH, "model.rope_")  # may change where the sequence length grows
-_UNREMARKABLE = (
-    *("run_dir", "run_name", "resume", "checkpoint.init_from"),
-    *("launch.preflight", "launch.status_file", "train.max_minutes"),
-)
 
 
 class RunLock:
-    """A lock that names this job as its `holder`, and beats until it is released.
+    """The kernel's lock on a file that names this job as its `holder`. It ends with the process, killed or not.
 
-    On one host the kernel's lock on the file (flock) decides: it ends with the process. Another host may not see it.
-    There a lock whose modification time stands still while we watch belongs to a dead job: clocks may disagree.
+    Where the file system has no such locks, the job that started last has it: the other one finds that it has `lost`.
     """
 
-    def __init__(self, path: Path, *, beat_s: float = 5.0, patience_s: float = 25.0) -> None:
-        """Take the lock at `path`. UserError where a live job has it, OSError where the file cannot be written.
-
-        `patience_s`: several beats, so that a slow file server is not taken for a dead job.
-        """
-        self.path, holder = path, holder_of(path)
-        self._file = open_to_append(path)
-        if self._is_held_by(holder, patience_s):
+    def __init__(self, path: Path) -> None:
+        """Take the lock at `path`. UserError where a live job has it, OSError where the file cannot be written."""
+        self.path, self._file = path, open_to_append(path)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             self._file.close()
-            known = ", ".join(f"{name} {value}" for name, value in holder.items() if value)
+            known = ", ".join(f"{name} {value}" for name, value in holder_of(path).items() if value)
             remedy = "wait for that job, stop it, or set another run_dir"
-            raise UserError(Problem("run_dir", str(path.parent), f"it is in use by another job: {known}", remedy))
+            problem = Problem("run_dir", str(path.parent), f"it is in use by another job: {known}", remedy)
+            raise UserError(problem) from None
+        except OSError:
+            pass
         started, job = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.environ.get("SLURM_JOB_ID")
         self.holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": started, "job": job}
         self._file.truncate(0)
-        self._file.write(json.dumps(self.holder))
-        self._file.flush()
+        self._file.write(json.dumps(self.holder) + "\n")
         os.fsync(self._file.fileno())
-        self._stop = threading.Event()
-        threading.Thread(target=self._beat, args=(beat_s,), name="run lock", daemon=True).start()
 
     def lost(self) -> str | None:
-        """Why the file no longer names this job, None if it does. A job on another host may have taken it for dead."""
+        """Why the file no longer names this job, None if it does."""
         is_ours = holder_of(self.path) == self.holder
         return None if is_ours else f"the run folder {self.path.parent} was taken over by another job, or was moved"
 
     def release(self) -> None:
         """Give the lock back, leaving an empty file: deleting it would race with the next job's opening it."""
-        self._stop.set()
         with contextlib.suppress(OSError):  # the run is over, whatever its disk says
             if self.lost() is None:
                 self._file.truncate(0)
             self._file.close()
-
-    def _is_held_by(self, holder: dict[str, Any], patience_s: float) -> bool:
-        """Whether the kernel knows a process that has the lock, or the holder on another host is seen to beat."""
-        here = socket.gethostname()
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # the file system has no such locks: the heartbeat decides on this host, too
-            here = ""
-        if not holder or holder.get("host") == here:
-            return False
-        deadline, times = time.monotonic() + patience_s, set[int]()
-        while len(times) < 2 and time.monotonic() < deadline:
-            with open(self.path, "rb") as file:  # opened anew, so that NFS asks the server
-                times.add(os.fstat(file.fileno()).st_mtime_ns)
-            time.sleep(min(1.0, patience_s / 10))
-        return len(times) > 1
-
-    def _beat(self, beat_s: float) -> None:
-        while not self._stop.wait(beat_s):
-            with contextlib.suppress(OSError):  # a server that is away for a while is no reason to stop training
-                os.utime(self.path)
 
 
 def holder_of(path: Path) -> dict[str, Any]:
@@ -142,25 +110,34 @@ class RunFolder:
         self, path: Path, context: ParallelContext, resume: str, config: Mapping[str, Any], fingerprint: str
     ) -> None:
         """Lock the folder for a new run or the one it holds; collective. UserError on all ranks where that cannot be.
-
-        `config` is the resolved configuration as plain dictionaries; `fingerprint` identifies data and tokenizer.
-        """
+        `config` is the resolved configuration as plain dictionaries; `fingerprint` identifies data and tokenizer."""
         self.path, self.checkpoints = path, path / CHECKPOINTS
         self.lock: RunLock | None = None  # on rank 0
         self._new: list[Path] = []  # what was not there before this start, on rank 0: innermost first
-
-        def lock() -> tuple[str, list[str], dict[str, Any]]:
-            with _usable(path):
-                run_id, changes = self._examine(resume, config, fingerprint)
-                return run_id or secrets.token_hex(8), changes, self._lock()
-
         try:
-            self.run_id, self.changes, holder = rank0_broadcast(context, lock)
+            opened = rank0_broadcast(context, lambda: self._open(resume, config, fingerprint))
+            self.run_id, self.changes, holder = opened
             all_ranks_or_raise(context, lambda: self._find(holder), patient=True)
         except BaseException:
             self.withdraw()
             raise
         self.labels = {"run_id": self.run_id, "data_fingerprint": fingerprint}  # for run.json and manifests
+
+    def _open(self, resume: str, config: Mapping[str, Any], fingerprint: str) -> tuple[str, list[str], dict[str, Any]]:
+        """Check the folder, lock it, and clear up after killed jobs; the run's id, its changes, the lock's holder."""
+        with _usable(self.path):
+            run_id, changes = self._examine(resume, config, fingerprint)
+            names = (LOCK,) if (self.path / RUN).exists() else OWN
+            places = (*(self.path / name for name in names), self.path, *self.path.parents)
+            self._new = [place for place in places if not os.path.lexists(place)]
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                self.lock = RunLock(self.path / LOCK)
+            except UserError:  # another job has it, and what has appeared since is that job's
+                self._new = []
+                raise
+            recover(self.checkpoints)
+        return run_id or secrets.token_hex(8), changes, self.lock.holder
 
     def _examine(self, resume: str, config: Mapping[str, Any], fingerprint: str) -> tuple[str, list[str]]:
         """The id of the run that the folder holds and which settings have changed since; nothing is touched. The id is
@@ -183,20 +160,6 @@ class RunFolder:
             problems.append(Problem("data", fingerprint, rule, remedy))
         refuse(problems)
         return str(run.get("run_id", "")), changes
-
-    def _lock(self) -> dict[str, Any]:
-        """Lock the folder, which is made where it is not there, and clear up after killed jobs; the lock's holder."""
-        names = (LOCK,) if (self.path / RUN).exists() else OWN
-        places = (*(self.path / name for name in names), self.path, *self.path.parents)
-        self._new = [place for place in places if not os.path.lexists(place)]
-        self.path.mkdir(parents=True, exist_ok=True)
-        try:
-            self.lock = RunLock(self.path / LOCK)
-        except UserError:  # another job has it, and what has appeared since is that job's
-            self._new = []
-            raise
-        recover(self.checkpoints)
-        return self.lock.holder
 
     def _find(self, holder: dict[str, Any]) -> None:
         """UserError unless this rank sees the lock that rank 0 has taken: else it would write checkpoints elsewhere."""
@@ -244,10 +207,8 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[
     if grows and now.get(_RAMP) is not None:
         rule = f"it counts samples, of which the run has consumed fewer when {_LENGTH} grows"
         problems.append(Problem(_RAMP, now[_RAMP], rule, f"{_RAMP}=null"))
-    for name in sorted((before.keys() & now.keys()).difference(_UNREMARKABLE)):
+    for name in sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):
         fixed = name.startswith(_FIXED) and not name.startswith(_FREE)
-        if before[name] == now[name]:
-            continue
         if not grows if name.startswith(_WITH_LENGTH) else fixed:
             rule = f"the run in this folder was started with {name}={plain(before[name])}"
             remedy = f"set {name}={yaml_value(before[name])}, or another run_dir for a new run"

@@ -69,11 +69,10 @@ def save(
     lost: Callable[[], str | None] = lambda: None,
 ) -> Saved:
     """Write the checkpoint of `step` into `folder`, then delete all but the newest `keep`, and the newest before step
-    `good_before`.
+    `good_before`. The disk may take longer than parallel.timeout_s on any rank.
 
-    The disk may take longer than parallel.timeout_s on any rank. `state` is plain JSON, equal on all ranks. `labels` go
-    into the manifest for people (run, data). `lost` is asked on rank 0 right before the commit: a job whose lock was
-    taken over must not commit into another's run.
+    `state` is plain JSON, equal on all ranks. `labels` go into the manifest for people (run, data). `lost` is asked on
+    rank 0 right before the commit: a job whose lock was taken over must not commit into another's run.
     """
     begun = time.perf_counter()
     temporary: Path | None = None
@@ -177,10 +176,9 @@ class BackgroundSaves:
     before.
 
     The thread's collectives use a group of their own ("saving"), so they never meet those of the training. The thread
-    is a daemon, so the process can exit without it. On a CPU the copies are ordinary memory, freed when the write is
-    over. On CUDA they are pinned (a copy to other memory would hold up the host), as many bytes as the pieces have,
-    allocated once and used again. A stream of its own copies while the next forward and backward run, which do not
-    modify saved tensors. Code that does must call `before_change` first.
+    is a daemon, so the process can exit without it. On CUDA the copies are pinned (a copy to other memory would hold up
+    the host), and used again. A stream of its own copies while the next forward and backward run, which do not modify
+    saved tensors. Code that does must call `before_change` first.
     """
 
     def __init__(self, context: ParallelContext) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 
 from megalite.commands.command import COUNT, PICTURE, RANKS, WORLD_SIZE, Shown, command, option
 from megalite.commands.train import train_rank
-from megalite.config import parallel_rules as rules
+from megalite.config import rules
 from megalite.config.arguments import number_from
 from megalite.config.compose import load_config, load_values, names_of
 from megalite.config.derive import derive_vocabulary, schedule_request
@@ -20,16 +20,16 @@ from megalite.config.layout import STAGE_NAMES, dense_ranks, stage_settings
 from megalite.config.rule import Case, problems_of
 from megalite.config.schema import A_YEAR_S
 from megalite.config.settings import with_values
-from megalite.errors.problems import NO_VALUE, REFUSED, Problem, UserError, refuse, to_stderr
+from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse, to_stderr
 from megalite.layout.ranks import header_lines
 from megalite.layout.stages import stage_layers
 from megalite.optim.rank_buffers import bytes_of_rank, rank_buffers
 from megalite.pipeline.checker import check
 from megalite.pipeline.schedules import build_schedule
 from megalite.plan.buffers_table import buffer_lines
-from megalite.plan.ranks import groups_of, json_lines, ranks_picture, stage_lines, table_lines
+from megalite.plan.ranks import as_json, groups_of, ranks_picture, stage_lines, table_lines
 from megalite.plan.timeline import FORWARD_PASSES, schedule_picture, simulated
-from megalite.verify.shrink import vocabulary_of
+from megalite.verify.shrink import load, vocabulary_of
 
 LABELS = {"world_size": "--world-size", "split_rank": "--pp-split-rank"}
 SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp")
@@ -80,7 +80,7 @@ def ranks(options: Namespace, overrides: list[str]) -> Shown:
     width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
     lines = [*header_lines(layout), *table_lines(groups, layout.world_size, width)]
     lines += ["", *stage_lines(stages)] if stages else []
-    shown = json_lines(groups, stages) if options.json else lines
+    shown = [as_json(groups, stages)] if options.json else lines
     return Shown(shown, draw=lambda: ranks_picture(layout, options.gpus_per_node, experts))
 
 
@@ -152,13 +152,14 @@ def verify(options: Namespace, overrides: list[str]) -> Shown:
     mostly 2. Nothing stays.
     Exit status: 0 the layout computes the same, 1 it does not (or a rank failed or hung), 2 refused.
     """
-    from megalite.verify import verify as verification
+    config, world_size = load(overrides, options.world_size, options.dp)
+    from megalite.verify import verify as verification  # and torch
     from megalite.verify.running import RunFailure
 
-    config, world_size = verification.load(overrides, options.world_size, options.dp)
     try:
         lines, equal = verification.verify(config, world_size, train_rank, options.timeout)
     except RunFailure as failure:
-        to_stderr(str(failure) if failure.status == REFUSED else f"FAIL: {failure}")
-        return Shown(status=failure.status)
+        words, status = failure.args
+        to_stderr(words)
+        return Shown(status=status)
     return Shown(lines, 0 if equal else 1)

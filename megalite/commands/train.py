@@ -11,7 +11,7 @@ import time
 
 from megalite.config.schema import Config
 from megalite.errors.problems import REFUSED, Problem, UserError, collect, open_closed_streams, refuse, to_stderr
-from megalite.launch.environment import ProcessEnvironment, claimed_rank, first_of_node, read_environment, set_variables
+from megalite.launch.environment import ProcessEnvironment, claimed_rank, read_environment, set_variables
 from megalite.launch.signals import INTERRUPTED, StopSignals, die_with_launcher, ignore_stop_signals
 
 WAIT_FOR_RANK_ZERO_S = 5.0  # torchrun ends all ranks when the first one exits: rank 0 must have printed by then
@@ -45,7 +45,8 @@ def main(argv: list[str]) -> int:
         if rank > 0:
             time.sleep(WAIT_FOR_RANK_ZERO_S)
         # Torchrun has not ended this rank: rank 0 may be well, or missing. Then each machine says once what it lacks.
-        if rank == 0 or any(it.alone or (it.here and first_of_node(os.environ)) for it in error.problems):
+        first = claimed_rank(os.environ, "LOCAL_RANK") == 0  # of the machine's ranks, or not known
+        if rank == 0 or any(it.alone or (it.here and first) for it in error.problems):
             to_stderr(str(error))
         return REFUSED
 

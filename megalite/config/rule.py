@@ -1,30 +1,25 @@
 """What a rule is, and which values would keep a broken one.
 
-Most rules are rows: a setting, how its value and that of others (their product) must not be, the others.
+A row says how the value of a setting must not be to those of others (to their product). A generator says whether
+something is wrong, the settings that it is about, and a sentence in which `{1}` is the second of them with its value:
 
     ("num_attention_heads", "not a multiple of", "tp")
-
-Where that is not enough, a generator says whether something is wrong, the settings that it is about, and what a user
-reads of it; `{1}` stands for the second of them with its value (`model.moe.num_experts=8`):
-
     yield moe.top_k > moe.num_experts, "top_k num_experts", "there are only {1}"
 
-The first setting is refused. A setting is named by its last words where no other ends on them. Values that may work
-follow from its type and from the others: choices, the other value of a switch, the default, numbers nearby, multiples
-and divisors of the others and of numbers among the words. A value is offered only after it was tried: with it the
-refused setting breaks no rule, and no setting is refused that was not refused before.
+The first setting is refused. A setting is named by its last words where no other ends on them. A value is offered only
+after it was tried: with it the refused setting breaks no rule, and no setting is refused that was not refused before.
 """
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import islice
 from math import isqrt, prod
 from typing import Any
 
+from megalite.config.clashes import full_name
 from megalite.config.derive import derive_sizes
-from megalite.config.layout import axis_sizes, dense_ranks
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, Setting, outside, value_of, with_values, yaml_value
 from megalite.errors.problems import Problem
@@ -34,6 +29,7 @@ RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "not a multiple of": operator.mod,
     "does not divide": lambda one, other: other % one,
     "above": operator.gt,
+    "not above": operator.le,
     "below": operator.lt,
 }
 TRIED, OFFERED, WAYS = 80, 3, 4  # values of one setting, those of them that are offered, and settings
@@ -65,6 +61,9 @@ class Case:
         given = self.given(name)
         return value_of(self.derived, name) if given is None and name in SETTINGS else given
 
+    def values(self, words: str) -> list[Any]:
+        return [self.value(full_name(word)) for word in words.split()]
+
     def changed(self, name: str, value: Any) -> "Case":
         change = {"config": with_values(self.config, {name: value})} if name in SETTINGS else {name: value}
         return replace(self, **change)
@@ -81,24 +80,6 @@ class Case:
         """The config with what model and layout derive filled in."""
         return derive_sizes(self.config)
 
-    @cached_property
-    def sizes(self) -> dict[str, int]:
-        """The size of each axis; dp and edp are rounded down where the layout does not fill the world."""
-        return axis_sizes(self.config, self.world_size)
-
-    @property
-    def has_experts(self) -> bool:
-        return self.config.model.moe.num_experts > 0
-
-    @property
-    def fills_the_world(self) -> bool:
-        return self.world_size % dense_ranks(self.config) == 0
-
-    @property
-    def batch_unit(self) -> int:
-        """Sequences of a micro-batch for each data-parallel rank, of which batches are multiples."""
-        return (self.config.train.micro_batch_size or 1) * max(1, self.sizes["dp"])
-
 
 def broken(case: Case, rules: Iterable[Rule]) -> Iterator[tuple[list[str], str]]:
     """What the rules find: full names of settings, numbers among them, and the sentence."""
@@ -112,18 +93,15 @@ def broken(case: Case, rules: Iterable[Rule]) -> Iterator[tuple[list[str], str]]
                 yield names, sentence
 
 
+def routes(case: Case) -> bool:
+    """Whether the model is a mixture of experts."""
+    return case.config.model.moe.num_experts > 0
+
+
 def _related(case: Case, name: str, relation: str, others: str, when: Callable[[Case], Any] = bool) -> Found:
-    values = [case.value(full_name(word)) for word in (name, *others.split())]
+    values = case.values(f"{name} {others}")
     wrong = None not in values and when(case) and RELATIONS[relation](values[0], prod(values[1:]))
     return wrong, f"{name} {others}", f"{relation} {' x '.join(f'{{{at}}}' for at in range(1, len(values)))}"
-
-
-@cache
-def full_name(word: str) -> str:
-    """The setting that ends on these words, or the name of no setting as it is."""
-    found = [name for name in SETTINGS if name == word or (word not in SETTINGS and name.endswith(f".{word}"))]
-    assert len(found) < 2, f"{word} can be any of {found}"
-    return found[0] if found else word
 
 
 def speaks_of(names: Iterable[str], refused: Set[str]) -> bool:
@@ -158,7 +136,8 @@ def problems_of(case: Case, rules: Sequence[Rule], refused: Set[str] = frozenset
 
 
 def candidates(case: Case, name: str, names: Sequence[str]) -> Iterator[Any]:
-    """Other values of a setting that a rule about `names` may allow, each once, the likeliest first."""
+    """Other values of a setting that a rule about `names` may allow, each once, the likeliest first. They follow from
+    its type, and from the values of the other settings and the numbers among the names."""
     setting, value, seen = SETTINGS.get(name), case.value(name), [case.given(name)]
     others = [int(other) if other.isdigit() else case.value(other) for other in names if other != name]
     numbers = [one for one in others if isinstance(one, int | float) and not isinstance(one, bool)]

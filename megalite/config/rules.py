@@ -7,19 +7,36 @@ machine must have is in `machine_rules.py`. A rule that speaks of a setting that
 import re
 from collections.abc import Collection, Iterator
 from ctypes import c_float
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
-from megalite.config.derive import NAME
-from megalite.config.device_rules import graph_obstacles, precision_clashes
-from megalite.config.layout import exchange_of
+from megalite.config.clashes import NO_EFFECT, clashes, full_name
+from megalite.config.derive import NAME, schedule_request
+from megalite.config.layout import (
+    AXES,
+    STAGE_NAMES,
+    axis_sizes,
+    dense_ranks,
+    drops_probabilities,
+    exchange_of,
+    exchanges_heads,
+    layout_of,
+    least_world,
+    local_heads,
+    stage_settings,
+)
 from megalite.config.machine_rules import MACHINE_RULES
-from megalite.config.parallel_rules import PARALLEL_RULES
-from megalite.config.rule import Case, Found, Rule, broken, full_name, problems_of, speaks_of
-from megalite.config.schema import LEAST_FLEX_HEAD, Config
+from megalite.config.rule import Case, Found, Rule, broken, problems_of, routes, speaks_of
+from megalite.config.schedule_rules import schedule_flaws
+from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, bounds, outside, with_values
-from megalite.errors.problems import Problem
+from megalite.config.step_plan import batch_ramp, ramp_flaw
+from megalite.errors.problems import Problem, refuse
+from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, EXPERT_NAME, ParallelLayout, strides_of
+from megalite.layout.stages import stage_counts
 
-LARGEST_SHARE = 1e12
+BLOCK = 16  # tokens: the shortest piece of a ring's sequence that fills the rows of a matrix unit
 ROUNDED = [one for one in SETTINGS.values() if one.kind in (float, list[float]) and one.group != "data"]
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
@@ -36,7 +53,6 @@ INERT: list[Inert] = [
     ("rope_scaling", "yarn", "rope_beta_slow rope_beta_fast rope_truncate rope_attention_factor"),
     ("rope_scaling", "yarn", "rope_mscale rope_mscale_all_dim"),
     ("cp", 2, "cp_comm cp_alltoall"),
-    ("tp", 2, "async_tp"),
     ("num_experts", 1, "ep"),
     ("score", "softmax", "pre_softmax"),
     ("precision", "fp16", "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
@@ -66,6 +82,12 @@ def check(config: Config, world_size: int, doubtful: Collection[str] = ()) -> li
     return problems + [problem for problem in found if not speaks_of([problem.setting], refused)]
 
 
+def checked_layout(case: Case) -> ParallelLayout:
+    """The layout that the config asks for, or a UserError with everything that is wrong with it."""
+    refuse(problems_of(case, LAYOUT_RULES))
+    return layout_of(case.config, case.world_size)
+
+
 def unused(config: Config) -> list[str]:
     """The settings of the command that do nothing in this run, in words."""
     found = broken(Case(config, 1), [lambda case: without_effect(case, UNUSED, case.config.departures)])
@@ -79,120 +101,91 @@ def without_effect(case: Case, table: list[Inert], given: Collection[str] = SETT
         on = value == needed or (isinstance(needed, int) and value > needed)
         for name in map(full_name, () if on else names.split()):
             idle = name in given and case.given(name) not in (SETTINGS[name].default, [])
-            yield idle, f"{name} {switch}", "has no effect with {1}"
+            yield idle, f"{name} {switch}", NO_EFFECT
 
 
 def settings_have_an_effect(case: Case) -> Iterator[Found]:
-    """What is asked for is done; what a preset says of experts that the command takes away may stay."""
+    """What a preset says of experts that the command takes away may stay."""
     departures = case.config.departures
     yield from without_effect(case, INERT)
     yield from without_effect(case, ASKED, departures)
     yield from without_effect(case, OF_EXPERTS, departures if EXPERTS in departures else SETTINGS)
 
 
+def settings_go_together(case: Case) -> Iterator[Found]:
+    yield from ((True, " ".join(names), sentence) for names, sentence in clashes(case.derived))
+    alone = case.config.train.cuda_graph and case.world_size > 1
+    yield alone, "cuda_graph", f"is for one process, not {case.world_size}: hosts start what ranks exchange"
+
+
 def heads_and_positions_fit(case: Case) -> Iterator[Found]:
-    model, derived = case.config.model, case.derived.model
-    rope, kind, scaled = model.position == "rope", model.rope_scaling, model.rope_scaling_factor > 1
+    model, derived, scaling = case.config.model, case.derived.model, _scaling(case)
+    learned = model.position == "learned" and case.config.train.seq_length > derived.max_positions
     splits = model.head_size or model.hidden_size % model.num_attention_heads == 0
-    beyond = not rope and case.config.train.seq_length > derived.max_positions
+    odd = splits and model.position == "rope" and derived.head_size % 2
     yield not splits, "hidden_size num_attention_heads head_size", "not a multiple of {1}"
-    yield splits and rope and derived.head_size % 2, "head_size position model.hidden_size", "must be even with {1}"
-    yield beyond, "seq_length max_positions position", "longer than the table of learned positions, {1}"
-    yield kind != "llama3" and not scaled, "rope_scaling rope_scaling_factor", "has no effect with {1}"
-    if not rope or not scaled:
-        return
-    open_ = kind != "linear" and case.given("model.rope_original_positions") is None
-    flat = kind == "llama3" and model.rope_high_frequency_factor <= model.rope_low_frequency_factor
+    yield odd, "head_size position model.hidden_size", "must be even with {1}"
+    yield learned, "seq_length max_positions position", "longer than the table of learned positions, {1}"
+    bare = scaling in ("llama3", "yarn") and model.rope_original_positions is None
+    yield bare, "rope_original_positions rope_scaling", "must be set with {1}, to the context length before scaling"
+    yield scaling == "yarn" and model.rope_theta <= 1, "rope_theta rope_scaling", "must be above 1 with {1}"
     scales = (model.rope_mscale, model.rope_mscale_all_dim)
     twice = scales.count(None) == 1 or (model.rope_attention_factor is not None and scales != (None, None))
-    yield open_, "rope_original_positions rope_scaling", "must be set with {1}, to the context length before scaling"
-    yield flat, "rope_high_frequency_factor rope_low_frequency_factor", "must be above {1}"
-    if kind == "yarn":
-        yield model.rope_beta_fast <= model.rope_beta_slow, "rope_beta_fast rope_beta_slow", "must be above {1}"
-        yield model.rope_theta <= 1, "rope_theta rope_scaling", "must be above 1 with {1}"
-        names = "rope_mscale rope_mscale_all_dim rope_attention_factor"
-        yield twice, names, "the factor is given by this together with {1}, or by {2} alone"
+    names = "rope_mscale rope_mscale_all_dim rope_attention_factor"
+    yield scaling == "yarn" and twice, names, "the factor is given by this together with {1}, or by {2} alone"
+
+
+def _scaling(case: Case) -> str | None:
+    """How rotary positions are scaled; None where they are not."""
+    model = case.config.model
+    return model.rope_scaling if model.position == "rope" and model.rope_scaling_factor > 1 else None
 
 
 def experts_are_chosen_and_placed(case: Case) -> Iterator[Found]:
     model, axes, moe = case.derived.model, case.derived.parallel, case.config.model.moe
     experts, k, groups, chosen = moe.num_experts, moe.top_k, moe.num_groups, moe.top_k_groups
-    modules, width, softmax = case.config.train.recompute_modules, model.moe.ffn_hidden_size, moe.score == "softmax"
-    yield not experts and axes.etp != axes.tp, "etp num_experts tp", "has no effect with {1}"
-    yield not experts and "moe" in modules, "recompute_modules num_experts", "moe has no effect with {1}"
+    yield not experts and axes.etp != axes.tp, "etp num_experts tp", NO_EFFECT
     if not experts:
+        moe_outputs = "moe" in case.config.train.recompute_modules
+        yield moe_outputs, "recompute_modules num_experts", "moe has no effect with {1}"
         return
+    softmax, learns = moe.score == "softmax", k > 1 or case.config.checkpoint.init_from is not None
+    after = softmax and not moe.pre_softmax  # the choice: over the chosen experts alone
     few = chosen <= groups and experts // groups * chosen < k <= experts
     dropped = moe.capacity_factor is not None and moe.capacity_factor * k < 1
-    after = softmax and not moe.pre_softmax  # the choice: over the chosen experts alone
-    learns = k > 1 or case.config.checkpoint.init_from is not None  # the weights of others are as they are
-    apart = axes.tp > 1 and not axes.sequence_parallel
     yield few, "top_k top_k_groups num_groups num_experts", "above the experts of a token's groups ({1}, {2}, {3})"
     yield dropped, "capacity_factor top_k", "with {1} all experts together take fewer than one choice of each token"
     yield softmax and moe.expert_bias_rate, "expert_bias_rate score", "with {1} a bias moves the scores of all experts"
-    yield (
-        after and not learns,
-        "top_k pre_softmax score",
-        "the softmax over one expert is 1, so it learns nothing ({1})",
-    )
+    yield after and not learns, "top_k pre_softmax score", "a softmax over one expert is 1 and learns nothing ({1})"
     sums = "the softmax over the chosen experts has the sum 1 as it is ({1})"
     yield after and not moe.normalize_weights, "normalize_weights pre_softmax score", sums
-    left = model.num_layers - moe.first_dense_layers
     names = "first_dense_layers layer_freq" if moe.first_dense_layers else "layer_freq first_dense_layers"
-    yield left < moe.layer_freq, f"{names} num_layers", "leaves no layer with experts, or one alone ({1}, {2})"
-    yield width % axes.etp, "moe.ffn_hidden_size etp", "not a multiple of {1}"
-    shared = "with {1} not a multiple of {2}"
-    yield width * moe.num_shared_experts % axes.tp, "moe.ffn_hidden_size num_shared_experts tp", shared
+    alone = model.num_layers - moe.first_dense_layers < moe.layer_freq
+    yield alone, f"{names} num_layers", "leaves no layer with experts, or one alone ({1}, {2})"
+    uneven = model.moe.ffn_hidden_size * moe.num_shared_experts % axes.tp
+    yield uneven, "moe.ffn_hidden_size num_shared_experts tp", "with {1} not a multiple of {2}"
+    apart = axes.tp > 1 and not axes.sequence_parallel
     yield apart, "sequence_parallel tp", "experts need it with {1}: each rank routes its own part of the sequence"
 
 
 def names_are_file_names(case: Case) -> Iterator[Found]:
+    model, run = case.config.model.name, case.config.run_name
     rule = "must be 1 to 64 of a-z, A-Z, 0-9, '.', '_' and '-', a letter or digit first"
-    yield not MODEL_NAME.fullmatch(case.config.model.name), "model.name", rule
-    run = case.config.run_name
+    yield not MODEL_NAME.fullmatch(model), "model.name", rule
     rule = "must be 1 to 100 letters, digits and ._=+-, no dot or sign first"
     yield run is not None and not NAME.fullmatch(run), "run_name", rule
 
 
-def attention_kernels_can_run(case: Case) -> Iterator[Found]:
-    """The chosen ones; `auto` always finds some."""
-    config, model, kernels = case.config, case.derived.model, case.config.train.attention
-    if kernels == "auto":
-        return
-    flex, tiles = kernels == "flex", config.parallel.cp > 1 and exchange_of(config).ring > 1
-    wide = config.precision == "fp64" or (config.precision == "fp32" and not flex)
-    eager, apart = case.derived.train.compile is False, not config.data.cross_document_attention
-    yield config.device == "cpu", "attention device", "has no effect with {1}"
-    yield model.attention_dropout, "attention attention_dropout", "has no effect with {1}, which takes plain products"
+def kernels_can_run(case: Case) -> Iterator[Found]:
+    """A fp8 product takes weights of which both sizes are multiples of 16, on each rank of tp."""
+    config, model, tp = case.config, case.derived.model, case.config.parallel.tp
+    tiles = config.train.attention != "auto" and config.parallel.cp > 1 and exchange_of(config).ring > 1
     yield tiles, "attention cp_comm cp", "has no effect with {1}, whose ranks compute tiles of their own"
-    yield flex and eager, "attention compile parallel.schedule", "must be compiled, and is not with {1} and {2}"
-    yield flex and model.head_size < LEAST_FLEX_HEAD, "attention head_size", f"takes heads from {LEAST_FLEX_HEAD} on"
-    yield not flex and apart, "attention cross_document_attention", "these kernels do not take documents ({1})"
-    yield wide, "attention precision", "these kernels do not take {1}"
-
-
-def products_can_send(case: Case) -> Iterator[Found]:
-    """parallel.async_tp has an effect. What the machine must have for it is known later (train/build.py)."""
-    config, axes, eager = case.config, case.derived.parallel, case.derived.train.compile is False
-    if axes.tp > 1 and axes.async_tp:
-        yield not axes.sequence_parallel, "async_tp sequence_parallel", "has no effect with {1}"
-        yield eager, "async_tp compile parallel.schedule", "is the compiler's, and has no effect with {1} and {2}"
-        yield config.device == "cpu", "async_tp device", "has no effect with {1}"
-        yield config.train.fp8 is not None, "async_tp fp8", "joins a product with what {1} rounds before"
-
-
-def microbatches_can_be_a_graph(case: Case) -> Iterator[Found]:
-    yield from graph_obstacles(case.config, case.world_size) if case.config.train.cuda_graph else ()
-
-
-def fp8_products_have_sizes_that_fit(case: Case) -> Iterator[Found]:
-    """torch's fp8 product takes weights of which both sizes are multiples of 16, on each rank of tp."""
-    model, tp, layers = case.derived.model, case.config.parallel.tp, case.config.model.num_layers
-    heads, groups, d = model.num_attention_heads, model.num_key_value_heads, model.head_size
-    inner = 0 if all(map(model.has_experts, range(1, layers - 1))) else model.ffn_hidden_size
-    if case.config.train.fp8 is None:
+    if config.train.fp8 is None:
         return
-    yield layers < 3, "fp8 num_layers", "leaves the first and the last block in bf16, and there are no others ({1})"
+    yield model.num_layers < 3, "fp8 num_layers", "the first and last block stay in bf16: no others with {1}"
+    heads, groups, d = model.num_attention_heads, model.num_key_value_heads, model.head_size
+    inner = 0 if all(map(model.has_experts, range(1, model.num_layers - 1))) else model.ffn_hidden_size
     inputs, outputs = heads // tp * d, (heads // tp + 2 * max(1, groups // tp)) * d
     unfit = [size for size in (model.hidden_size, inputs, outputs, inner // tp) if size % 16]
     rule = f"takes sizes that are multiples of 16, and on a rank of {{1}} these are not: {unfit}"
@@ -202,91 +195,176 @@ def fp8_products_have_sizes_that_fit(case: Case) -> Iterator[Found]:
 
 def steps_are_steps_of_the_run(case: Case) -> Iterator[Found]:
     train, lr = case.config.train, case.config.lr
-    steps, warmup, idle = train.steps, lr.warmup_steps or 0, {*train.profile_steps} & {*train.skip_steps}
-    late = lr.schedule == "wsd" and warmup <= steps < warmup + (lr.decay_steps or 0)
+    warmup, idle = lr.warmup_steps or 0, {*train.profile_steps} & {*train.skip_steps}
+    late = lr.schedule == "wsd" and warmup <= train.steps < warmup + (lr.decay_steps or 0)
     yield late, "decay_steps warmup_steps train.steps", "with {1} it is longer than the run, {2}"
     for name, listed in (("skip_steps", train.skip_steps), ("profile_steps", train.profile_steps)):
-        beyond = [step for step in listed if not 1 <= step <= steps]
+        beyond = [step for step in listed if not 1 <= step <= train.steps]
         yield beyond, f"{name} train.steps {max(listed, default=1)}", f"must be from 1 to {{1}}, and {beyond} are not"
     yield idle, "profile_steps skip_steps", "{1} passes over some of them: there is nothing to record"
 
 
 def numbers_are_held_as_asked(case: Case) -> Iterator[Found]:
-    """A precision of auto is judged at the start, where the device has chosen."""
+    """fp32 rounds no number to nothing or out of bounds. A precision of auto is judged where the device has chosen."""
     config, optimizer, betas = case.config, case.config.optimizer, case.config.optimizer.betas
-    wider = (optimizer.gradient_dtype, optimizer.communication_dtype) == ("bf16", "fp32")
     small = optimizer.moment_dtype == "bf16" and betas and 1 - 2**-8 <= betas[0] < 1  # half an ulp of bf16
-    yield len(betas) != 2, "betas", "must be two numbers"
-    yield wider, "communication_dtype gradient_dtype", "with {1} it sends twice the bytes of rounded sums"
-    yield small, "moment_dtype betas", "with {1} a step takes less of the first moment than bf16 rounds away"
-    for name, rule in precision_clashes(config, config.precision) if config.precision != "auto" else ():
-        yield True, f"{name} precision", rule
     above = config.precision == "fp16" and optimizer.min_loss_scale > optimizer.initial_loss_scale
+    yield len(betas) != 2, "betas", "must be two numbers"
+    yield small, "moment_dtype betas", "with {1} a step takes less of the first moment than bf16 rounds away"
     yield above, "min_loss_scale initial_loss_scale", "above {1}"
-
-
-def fp32_holds_the_numbers(case: Case) -> Iterator[Found]:
-    """A number that rounds to nothing, or out of bounds. Shares of data are counted exactly."""
-    precision = case.config.precision
-    for setting in ROUNDED if precision != "fp64" else ():
+    for setting in ROUNDED if config.precision != "fp64" else ():
         value = case.given(setting.name)
         numbers = value if isinstance(value, list) else [] if value is None else [value]
         held = ((one, c_float(one).value) for one in numbers)
-        wrong = next((there for one, there in held if (one and not there) or outside(setting, there)), None)
-        yield (
-            wrong is not None,
-            f"{setting.name} precision",
-            f"fp32 holds it as {wrong}, and the precision is {precision}",
-        )
+        lost = [there for one, there in held if (one and not there) or outside(setting, there)]
+        yield lost, f"{setting.name} precision", f"fp32 holds it as {lost[:1]}, and the precision is {config.precision}"
 
 
 def data_suits_its_source(case: Case) -> Iterator[Found]:
-    data = case.config.data
+    data, shares = case.config.data, case.config.data.weights or []
     parts = data.path if isinstance(data.path, list) else [data.path]
-    none, stdlib, shares = data.path in (None, []), data.source == "stdlib", data.weights or []
+    none, stdlib = data.path in (None, []), data.source == "stdlib"
     unusable = not none and not all(type(part) in (str, int) and str(part).strip() for part in parts)
     uneven = shares and not 1 < len(shares) == len(parts)
-    yield (
-        stdlib and not none,
-        "data.path data.source",
-        "has no effect with {1}, Python's own source: data=text for files",
-    )
+    yield stdlib and not none, "data.path data.source", f"{NO_EFFECT}, Python's own source: data=text for files"
     yield not stdlib and none, "data.path", f"data={data.source} must be told what to read"
     yield not stdlib and unusable, "data.path", "must be text or a list of texts"
     yield uneven, "data.weights", f"must be as many as data.path has parts, {len(parts)}, and at least two"
-    apart = shares and max(shares) / LARGEST_SHARE > min(shares)
-    yield apart and not uneven, "data.weights", f"the largest is more than {LARGEST_SHARE:,.0f} times the smallest"
 
 
 def vocabulary_holds_the_tokens(case: Case) -> Iterator[Found]:
-    config, size = case.config, case.given("model.vocab_size")
+    config, size = case.config, case.config.model.vocab_size
     made = {"bpe": config.data.bpe_vocab_size, "byte": 257}.get(config.tokenizer, 0)
-    if config.data.source == "tokens" or size is None or size >= made:
+    if config.data.source != "tokens" and size is not None and size < made:
+        weights, name = config.checkpoint.init_from, "bpe_vocab_size" if config.tokenizer == "bpe" else "tokenizer"
+        rule = f"has {made} tokens, and the weights know {size}: tokenizer={weights}"
+        yield weights is not None, f"tokenizer {name}", rule
+        yield weights is None, f"model.vocab_size {name}", f"below the {made} tokens of the tokenizer ({{1}})"
+
+
+def axes_have_places(case: Case) -> Iterator[Found]:
+    """Activations flow along one pipeline, so dense layers and experts must agree which stages are neighbours."""
+    axes, sizes = case.config.parallel, axis_sizes(case.config, case.world_size)
+    named = axes.order.split("-")
+    yield axes.vpp > 1 and axes.pp == 1, "vpp pp", "virtual stages divide the stages of a pipeline, and {1} has none"
+    if sorted(named) != sorted({*named} & {*AXES}):
+        yield True, "order", f"must name axes of {', '.join(AXES)}, in lower case and none twice"
         return
-    weights, name = config.checkpoint.init_from, "bpe_vocab_size" if config.tokenizer == "bpe" else "tokenizer"
-    yield (
-        weights is not None,
-        f"tokenizer {name}",
-        f"has {made} tokens, and the weights know {size}: tokenizer={weights}",
-    )
-    yield weights is None, f"model.vocab_size {name}", f"below the {made} tokens of the tokenizer ({{1}})"
+    large = [axis for axis in AXES if max(sizes[axis], sizes[EXPERT_NAME.get(axis, axis)]) > 1]
+    missing = [axis for axis in large if axis not in named]
+    yield missing, "order", f"has no place for {', '.join(missing)} of sizes above 1"
+    if axes.pp > 1 and routes(case) and case.world_size % least_world(case.config) == 0 and not missing:
+        dense, expert = (strides_of(axes.order, sizes, known)["pp"] for known in (DENSE_AXES, EXPERT_AXES))
+        rule = f"neighbouring stages are {dense} ranks apart for dense layers, {expert} for experts"
+        yield dense != expert, "order", rule
 
 
-def _routes(case: Case) -> bool:
-    return case.config.model.moe.num_experts > 0
+def stages_hold_all_layers(case: Case) -> Iterator[Found]:
+    """Settings that place the same layers clash; the others must place each layer once."""
+    settings, names = stage_settings(case.config, case.split_rank), {**STAGE_NAMES, "split_rank": "split_rank"}
+    for clashing, others in settings.clashes.items():
+        shown = " and ".join(case.show(names[other]) for other in others)
+        yield True, " ".join(names[one] for one in (clashing, *others)), f"cannot be combined with {shown}"
+    if settings.clashes or (settings.vpp > 1 and settings.pp == 1):  # another rule says so
+        return
+    try:
+        stage_counts(settings)
+    except ValueError as error:
+        refused = "model.num_layers" if settings.layout is None else "parallel.pipeline_layout"
+        asked = [names[name] for name in settings.asked]
+        shown = ", ".join(case.show(name) for name in dict.fromkeys(("parallel.pp", *asked)) if name != refused)
+        tried = dict.fromkeys((refused, "model.num_layers", *asked, "parallel.pp", "parallel.vpp"))
+        yield True, " ".join(tried), f"{error} ({shown})"
 
 
+def batches_suit_ranks_and_schedule(case: Case) -> Iterator[Found]:
+    """The full batch does, and if it does, all smaller ones of a ramp."""
+    train, request = case.config.train, schedule_request(case.config, case.world_size)
+    dp, rest = divmod(case.world_size, dense_ranks(case.config))
+    unit, sizes, flaw = (train.micro_batch_size or 1) * max(1, dp), batch_ramp(train).sizes, ramp_flaw(train)
+    uneven = next((size for size in sizes if size % unit and not rest), 0)
+    full, flaws = bool(uneven) and sizes[-1] % unit > 0, [*schedule_flaws(request)]
+    rule = f"not a multiple of {unit}, a micro-batch for each data-parallel rank"
+    yield full, f"global_batch_size micro_batch_size world_size {unit}", rule
+    for name, rule in flaws:
+        yield True, " ".join(dict.fromkeys((name, "parallel.schedule", "parallel.vpp", "parallel.pp"))), rule
+    yield flaw, "batch_ramp", str(flaw)
+    if rest or full or flaws:
+        return
+    yield uneven, "batch_ramp", f"has batches of {uneven} sequences, and all ranks take multiples of {unit}"
+    ramps = () if uneven else (size * request.microbatches // sizes[-1] for size in sizes[:-1])
+    short = ((many, rule) for many in ramps for _, rule in schedule_flaws(replace(request, microbatches=many)))
+    for many, rule in islice(short, 1):
+        yield True, "batch_ramp", f"has batches of {many} microbatches: {rule}"
+
+
+def ranks_hold_equal_shares(case: Case) -> Iterator[Found]:
+    """Layers are cut over tp, key-value heads cut or copied; the optimizer's instances divide its replicas."""
+    config, model, tp = case.config, case.derived.model, case.config.parallel.tp
+    heads, groups, zero = model.num_attention_heads, model.num_key_value_heads, config.optimizer.zero
+    apart = heads % groups == 0 and groups != heads and groups % tp and tp % groups
+    yield apart, "num_key_value_heads tp num_attention_heads", "neither a multiple nor a divisor of {1}"
+    mlp = len(model.expert_layers) < model.num_layers
+    yield mlp and model.ffn_hidden_size % tp, "model.ffn_hidden_size tp", "not a multiple of {1}"
+    sizes, replicas = axis_sizes(config, case.world_size), dict[str, int]()
+    if zero and case.world_size % dense_ranks(config) == 0:
+        replicas["dp x cp"] = sizes["dp"] * sizes["cp"]
+    if zero and case.world_size % least_world(config) == 0 and routes(case):
+        replicas["edp"] = sizes["edp"]
+    for name, ranks in replicas.items():
+        yield ranks % config.optimizer.instances, f"instances tp pp {ranks}", f"does not divide {name} = {ranks}"
+
+
+def context_ranks_can_exchange(case: Case) -> Iterator[Found]:
+    """Pieces of a sequence are equal, a ring's fill a block, heads divide over ranks that swap them, and dropout needs
+    whole rows."""
+    config, axes, exchange = case.config, case.derived.parallel, exchange_of(case.config)
+    (heads, groups), cp, kind, size = local_heads(config), axes.cp, axes.cp_comm, axes.cp_alltoall
+    pieces = (axes.tp if axes.sequence_parallel else 1) * (1 if cp == 1 else 2 * cp)
+    rule = f"not a multiple of {pieces}, its pieces with {{1}} and {{2}}"
+    yield config.train.seq_length % pieces, f"seq_length cp tp sequence_parallel {pieces}", rule
+    if cp == 1:  # other rules say that the settings have no effect
+        return
+    have, both = f"the {heads} query and {groups} key-value heads of a rank", kind == "alltoall+ring"
+    drops, divides = drops_probabilities(config), exchanges_heads(config, exchange.alltoall)
+    product = 1 < exchange.alltoall < cp and cp % exchange.alltoall == 0
+    yield size and not both, "cp_alltoall cp_comm", "has no effect with {1}"
+    yield kind == "alltoall" and not divides, "cp_comm cp", f"{have} do not divide over {{1}}"
+    rule = f"{{1}} must be a product of two sizes above 1, over the first of which divide {have}"
+    yield both and not (product and divides), "cp_alltoall cp cp_comm" if size else "cp_comm cp", rule
+    tokens, rest = divmod(config.train.seq_length, 2 * exchange.ring)
+    rule = f"leaves {{1}} pieces of {tokens} tokens, shorter than a block of {BLOCK}"
+    yield exchange.ring > 1 and not rest and tokens < BLOCK, f"seq_length cp cp_comm {2 * exchange.ring * BLOCK}", rule
+    rule = "with {1} no rank has whole rows of probabilities to drop from"
+    yield drops and exchange.ring > 1, "attention_dropout cp_comm cp", rule
+    rule = f"needs an exchange of heads, and {have} do not divide over {{1}}"
+    yield drops and kind == "auto" and not divides, "attention_dropout cp", rule
+
+
+LAYOUT_RULES: tuple[Rule, ...] = (
+    axes_have_places,
+    ("world_size", "not a multiple of", "tp cp pp"),
+    ("world_size", "not a multiple of", "etp ep pp", routes),
+)
+EXPERT_RULES: tuple[Rule, ...] = (("num_experts", "not a multiple of", "ep"),)
+STAGE_RULES: tuple[Rule, ...] = (stages_hold_all_layers,)
+SCHEDULE_RULES: tuple[Rule, ...] = (batches_suit_ranks_and_schedule,)
 RULES: tuple[Rule, ...] = (
     ("num_key_value_heads", "does not divide", "num_attention_heads"),
-    ("num_experts", "not a multiple of", "num_groups", _routes),
-    ("top_k_groups", "above", "num_groups", _routes),
-    ("top_k", "above", "num_experts", _routes),
-    ("top_k", "not a multiple of", "top_k_groups", _routes),
+    ("rope_high_frequency_factor", "not above", "rope_low_frequency_factor", lambda case: _scaling(case) == "llama3"),
+    ("rope_beta_fast", "not above", "rope_beta_slow", lambda case: _scaling(case) == "yarn"),
+    ("num_experts", "not a multiple of", "num_groups", routes),
+    ("top_k_groups", "above", "num_groups", routes),
+    ("top_k", "above", "num_experts", routes),
+    ("top_k", "not a multiple of", "top_k_groups", routes),
+    ("moe.ffn_hidden_size", "not a multiple of", "etp", routes),
     ("recompute_layers", "above", "num_layers"),
     ("warmup_steps", "above", "train.steps"),
     ("min_lr", "above", "optimizer.lr"),
-    *(heads_and_positions_fit, experts_are_chosen_and_placed, names_are_file_names, *PARALLEL_RULES),
-    *(settings_have_an_effect, attention_kernels_can_run, products_can_send, microbatches_can_be_a_graph),
-    *(fp8_products_have_sizes_that_fit, steps_are_steps_of_the_run, numbers_are_held_as_asked, fp32_holds_the_numbers),
-    *(data_suits_its_source, vocabulary_holds_the_tokens),
+    ("num_attention_heads", "not a multiple of", "tp"),
+    ("vocab_multiple", "below", "tp"),  # a small vocabulary, padded to it, might leave a rank without rows
+    *(*LAYOUT_RULES, *EXPERT_RULES, *STAGE_RULES, *SCHEDULE_RULES),
+    *(heads_and_positions_fit, experts_are_chosen_and_placed, ranks_hold_equal_shares, context_ranks_can_exchange),
+    *(settings_have_an_effect, settings_go_together, kernels_can_run, steps_are_steps_of_the_run),
+    *(names_are_file_names, numbers_are_held_as_asked, data_suits_its_source, vocabulary_holds_the_tokens),
 )

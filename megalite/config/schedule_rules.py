@@ -23,7 +23,7 @@ SCHEDULE_TRAITS = {
 
 @dataclass(frozen=True)
 class ScheduleRequest:
-    """What a user asks for. `group_size=None`: the smallest from pp on that suits the number of microbatches."""
+    """The schedule that a user asks for."""
 
     schedule: str
     pp: int
@@ -33,13 +33,10 @@ class ScheduleRequest:
 
     @property
     def group(self) -> int:
-        """Microbatches that a rank takes through one chunk in a row before it goes on with the next chunk."""
-        return self.group_size or default_group_size(self.pp, self.microbatches)
-
-
-def default_group_size(pp: int, microbatches: int) -> int:
-    """pp where it divides the number of microbatches, else the smallest size above that leaves no short rest."""
-    return next((size for size in range(pp, microbatches + 1) if not 0 < microbatches % size < pp), pp)
+        """Microbatches that a rank takes through one chunk in a row before it goes on with the next chunk: as asked, or
+        the smallest number from pp on that leaves no short rest."""
+        sizes = range(self.pp, self.microbatches + 1)
+        return self.group_size or next((size for size in sizes if not 0 < self.microbatches % size < self.pp), self.pp)
 
 
 def schedule_flaws(request: ScheduleRequest) -> Iterator[tuple[str, str]]:

@@ -58,11 +58,6 @@ def ramp_flaw(train: TrainConfig) -> str | None:
     return None
 
 
-def samples_when_longer(samples: int, before: int, now: int) -> int:
-    """Samples of `now` tokens that cover `samples` of `before` tokens: rounded up, so that no token comes twice."""
-    return -(-samples * before // now)
-
-
 @dataclass(frozen=True)
 class PlannedStep:
     """Step number `step` (from 1) takes the samples [first, first + sequences); `skipped`: without training on them."""

@@ -35,15 +35,12 @@ class Batch:
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`; asynchronous where the source is pinned."""
-        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
-    def pinned(self) -> "Batch":
-        """The same batch in memory that a GPU copies from without anybody waiting."""
-        return self._with(Tensor.pin_memory)
-
-    def clone(self) -> "Batch":
-        """The same batch in memory of its own."""
-        return self._with(torch.clone)
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """The batch with `change` of each of its tensors."""
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self._tensors().items()}
+        return replace(self, **changed)
 
     def fill(self, other: "Batch") -> None:
         """Copy the numbers of another batch of the same shape into this batch's tensors."""
@@ -71,10 +68,6 @@ class Batch:
 
     def _tensors(self) -> dict[str, Tensor]:
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-
-    def _with(self, moved: Callable[[Tensor], Tensor]) -> "Batch":
-        changed: dict[str, Any] = {name: moved(tensor) for name, tensor in self._tensors().items()}
-        return replace(self, **changed)
 
 
 def whole_batch(

@@ -11,7 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -122,13 +121,10 @@ def _tokenizer(config: Config, files: list[TokenFile], given: TextTokenizer | No
     folders = [with_suffix(file.prefix, ".tokenizer") for file in files]
     saved = [load_tokenizer(folder) if folder.is_dir() else None for folder in folders]
     identities = [it.identity if it else file.facts.tokenizer for it, file in zip(saved, files, strict=True)]
-    if len({*identities} - {None}) > 1:
-        rule = f"the parts were made with different tokenizers: {', '.join(file.prefix.name for file in files)}"
-        raise UserError(Problem("data.path", config.data.path, rule, "prepare all parts with one tokenizer"))
-    if given and any(identity not in (None, given.identity) for identity in identities):
-        rule = f"is another tokenizer than the one that made {files[0].prefix.name}"
-        hint = f"tokenizer={folders[0]}, or prepare the data again with this one"
-        raise UserError(Problem("tokenizer", config.tokenizer, rule, hint))
+    if len({*identities, given and given.identity} - {None}) > 1:
+        rule = "the parts were made with different tokenizers, or with another one than tokenizer names"
+        hint = f"tokenizer={folders[0]}, or prepare all parts with one tokenizer"
+        raise UserError(Problem("data.path", config.data.path, rule, hint))
     return given or next(filter(None, saved), None)
 
 
@@ -159,8 +155,7 @@ def _split(config: Config, files: list[TokenFile]) -> tuple[list[Part], list[Par
     """Training and validation tokens of each file; no validation parts if there is no evaluation."""
     fraction, need = config.data.validation_fraction, config.train.seq_length + 1
     evaluated = fraction > 0 and config.train.eval_interval > 0
-    train, validation = [], []
-    problems: list[Problem] = []
+    train, validation, problems = list[Part](), list[Part](), list[Problem]()
     names = ["stdlib"] if config.data.source == "stdlib" else paths_of(config.data)
     for name, file in zip(names, files, strict=True):
         total = len(file.tokens)
@@ -171,10 +166,8 @@ def _split(config: Config, files: list[TokenFile]) -> tuple[list[Part], list[Par
         if least < need:
             kind, share = "training" if least == border else "validation", 0.5 if evaluated else 0.0
             rule = f"{least:,} {kind} tokens (of {total:,}) of {name} are less than one sample of {need:,}"
-            ways = [f"train.seq_length={least - 1} or less"] if least > 2 else []
-            blamed: tuple[str, Any] = "data.path", name
-            if total * (1 - share) >= need:
-                blamed, ways = ("data.validation_fraction", fraction), [f"data.validation_fraction={share}", *ways]
-            problems.append(Problem(*blamed, rule, ", or ".join([*ways, "more text"])))
+            longest = max(1, min(need, int(total * (1 - share))) - 1)
+            hint = f"data.validation_fraction={share} with train.seq_length={longest} or less, or more text"
+            problems.append(Problem("data.path", name, rule, hint))
     refuse(problems)
     return train, validation if evaluated else []

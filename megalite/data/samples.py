@@ -8,10 +8,8 @@ are taken in order of their times. Webster's counts never shrink as x grows, so 
 borders say exactly which samples lie between them; nothing grows with the run.
 
 Each part is walked in epochs of its own, each in a new order: 0..n-1 shuffled by a key, without an array. A Feistel
-network over the k bits that hold n - 1: the two halves take turns to be xor-ed with a hash of the other, which is its
-own inverse whatever the hash, so the network is a bijection of 0..2^k-1. Cycle walking (apply again while the result is
-n or more) restricts a bijection of a set to a bijection of its subset; since 2^k < 2n, for n > 2, that takes less than
-two applications on average (Black and Rogaway 2002, section 4).
+network over the k bits that hold n - 1 is a bijection of 0..2^k-1. Cycle walking (apply again while the result is n or
+more) restricts it to 0..n-1, in less than two applications on average (Black and Rogaway 2002, section 4).
 """
 
 from collections.abc import Sequence

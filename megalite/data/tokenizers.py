@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, pre_tokenizers
 
 from megalite.config.files import read_object, read_text, refusing, write_atomically
 from megalite.data.samples import IntArray
@@ -50,8 +49,6 @@ class TextTokenizer:
         self._names = {number: text for text, number in vocabulary.items()}  # the library tells normalized ones
         self.vocab_size: int = max(self._names) + 1
         self.spec: dict[str, Any] = json.loads(backend.to_str())
-        table = _symbol_table(backend)
-        self.table = None if table is None or self.end_of_document in range(len(table) or 256) else table
         model = self.spec["model"]
         unknown = model.get("unk_id", vocabulary.get(model.get("unk_token")))
         special = {token["content"] for token in self.spec["added_tokens"] if token["special"]}
@@ -72,9 +69,8 @@ class TextTokenizer:
 
     @property
     def name(self) -> str:
-        """The setting of `tokenizer` for byte and char, else the kind of the model; and the number of tokens."""
-        kind = self.spec["model"]["type"] if self.table is None else "char" if len(self.table) else "byte"
-        return f"{kind} tokenizer with {self.vocab_size:,} tokens"
+        """The kind of its model, and the number of tokens."""
+        return f"{self.spec['model']['type']} tokenizer with {self.vocab_size:,} tokens"
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, nothing added."""
@@ -84,8 +80,6 @@ class TextTokenizer:
     def encode_many(self, texts: Sequence[str]) -> list[IntArray]:
         """The ids of each text, nothing added; several texts on several threads. UserError for what the tokenizer
         cannot encode."""
-        if self.table is not None:
-            return [self._look_up(self.table, text) for text in texts]
         try:
             encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception: a symbol that it has no token for
@@ -95,16 +89,6 @@ class TextTokenizer:
             for token in ids[self._refused[ids]][:1]:
                 raise self.refusal(f"has only the special token {self._names[int(token)]!r} for a part of the text")
         return found
-
-    def _look_up(self, table: npt.NDArray[np.uint32], text: str) -> IntArray:
-        """The ids that the model of `table` gives for `text`: 14 times as fast for byte, 60 times for char."""
-        if not len(table):
-            return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.int64)
-        points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-        ids = np.searchsorted(table, points)
-        for at in np.flatnonzero(table[np.minimum(ids, len(table) - 1)] != points)[:1]:
-            raise self.refusal(f"has no token for {text[at]!r} (character {at:,})")
-        return ids.astype(np.int64)
 
     def refusal(self, rule: str) -> UserError:
         """The refusal of a text."""
@@ -161,12 +145,10 @@ class TextTokenizer:
         return {"tokenizer.json": spec.encode(), "tokenizer_config.json": written(settings).encode()}
 
     def save(self, folder: Path) -> None:
-        """Write these files, where they are not there already."""
+        """Write these files."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in self.files().items():
-            path = folder / name
-            if not path.is_file() or path.read_bytes() != content:
-                write_atomically(path, content)
+            write_atomically(folder / name, content)
 
 
 def written(settings: dict[str, Any]) -> str:
@@ -249,28 +231,3 @@ def _effect(backend: Tokenizer) -> Any:
 def first_line(error: BaseException) -> str:
     """The message of a library, without its advice."""
     return next(iter(str(error).splitlines()), "")
-
-
-def byte_backend() -> Tokenizer:
-    backend = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(byte_letters())}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([END])
-    return backend
-
-
-def char_backend(symbols: Sequence[str]) -> Tokenizer:
-    vocabulary = {symbol: number for number, symbol in enumerate(symbols)}
-    backend = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<|unknown|>"))  # no member: unknown is an error
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    backend.decoder = decoders.Fuse()
-    return backend
-
-
-def _symbol_table(backend: Tokenizer) -> npt.NDArray[np.uint32] | None:
-    """Code points [vocab] in the order of their ids, if the tokenizer is `char`; an empty table for `byte`; or None."""
-    if backend.to_str() == byte_backend().to_str():
-        return np.array([], dtype=np.uint32)
-    symbols = sorted(backend.get_vocab())
-    is_char = all(len(it) == 1 for it in symbols) and backend.to_str() == char_backend(symbols).to_str()
-    return np.array([*map(ord, symbols)], dtype=np.uint32) if is_char else None

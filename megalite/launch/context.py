@@ -2,9 +2,8 @@
 
 There is no global. A layer, an optimizer or a checkpoint is given the group it works on, `context.group("tp")`, by the
 names of layout/groups.py. A group of one rank is None: nothing is sent. (torch takes None for the whole world, so ask
-before the call.) Problems, flags and JSON go over `control_group`, a gloo group of the whole world even on GPUs: they
-never queue behind the accelerator. Where no group is made yet, or one may hang, ranks leave words in the `store`, where
-they have met (`answers`). Nothing is pickled.
+before the call.) Problems, flags and JSON go over `control_group`, a gloo group of the whole world even on GPUs. Where
+no group is made yet, or one may hang, ranks leave words in the `store`, where they have met. Nothing is pickled.
 """
 
 import faulthandler
@@ -29,7 +28,7 @@ T = TypeVar("T")
 CPU = torch.device("cpu")
 # Public since torch 2.14, where the name before warns.
 set_group_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else distributed_c10d._set_pg_timeout
-ABORT_S = 20.0
+ABORT_S = 20.0  # for NCCL, after a failure
 LONGEST_PAUSE_S = 0.5  # between two questions to the store
 
 
@@ -115,12 +114,9 @@ class ParallelContext:
                 set_group_timeout(timedelta(seconds=seconds), group)
 
     def close(self, *, failed: bool = False) -> None:
-        """Leave all groups; calling it again does nothing.
-
-        A rank that `failed` waits for no partner: NCCL's work is aborted, all communicators in one group of NCCL, since
-        aborts one by one can wait for each other (pytorch#119797). Where even that hangs, with Python's lock held or
-        not, a thread of C ends the process after ABORT_S.
-        """
+        """Leave all groups; calling it again does nothing. A rank that `failed` waits for no partner: NCCL's work is
+        aborted, all communicators in one group of NCCL, since aborts one by one can wait for each other
+        (pytorch#119797). Where even that hangs, Python's lock held or not, a thread of C ends the process."""
         if self.control_group is None or not dist.is_initialized():
             return
         by_nccl = {group for name, group in self.groups.items() if not self.specs[name].on_host}

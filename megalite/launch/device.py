@@ -29,11 +29,8 @@ KERNELS = {
 
 
 def choose_device(setting: str, environment: ProcessEnvironment) -> torch.device:
-    """`setting` is auto, cpu or cuda; auto takes CUDA where it is present.
-
-    A rank's GPU is number LOCAL_RANK (else its rank) modulo the devices it sees: SLURM may show each task its own GPU
-    alone. `startup.meet` checks that no two ranks end up on one GPU.
-    """
+    """`setting` is auto, cpu or cuda; auto takes CUDA where it is present. A rank's GPU is number LOCAL_RANK (else its
+    rank) modulo the devices it sees: SLURM may show each task its own GPU alone."""
     present = torch.cuda.is_available()
     if setting == "cuda" and not present:
         rule = f"no usable CUDA device: torch {torch.__version__} for CUDA {torch.version.cuda} sees none (nvidia-smi)"
@@ -61,11 +58,9 @@ def check_fp8(recipe: str | None, device: torch.device) -> None:
 
 def use_attention(kernels: str, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
     """Try kernels of train.attention once, and refuse those that cannot run: what they take differs by GPU, torch and
-    other packages. `heads`: of queries, of keys and values, and their size.
-
-    fa4 makes torch's flash attention on CUDA that of flash-attn-4, for the process. flex is for runs that repeat
-    themselves bit for bit, so inductor no longer chooses by time what its kernels sum in one go.
-    """
+    other packages. `heads`: of queries, of keys and values, and their size. fa4 makes torch's flash attention that of
+    flash-attn-4, for the process. flex is for runs that repeat themselves bit for bit, so inductor no longer chooses by
+    time what its kernels sum in one go."""
     if device.type != "cuda":
         return
     if kernels == "flex":
@@ -111,12 +106,9 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def set_threads(environment: ProcessEnvironment) -> None:
-    """Give each rank its share of the cores, so that the ranks of a node do not slow each other down several times.
-
-    OMP_NUM_THREADS wins where the user set it. Where it is not set, torchrun sets it to 1 for several ranks; whether it
-    was, the environment that torchrun itself was started with still tells, on Linux. SLURM may have given the step
-    fewer cores, bound to it or not; the cores of a task are its share already.
-    """
+    """Give each rank its share of the cores, unless the user has set OMP_NUM_THREADS: on Linux, torchrun's own
+    environment tells whether it was the user or torchrun (1 for several ranks). SLURM may have given the step fewer
+    cores, bound to it or not; the cores of a task are its share already."""
     chosen, sharers = os.environ.get("OMP_NUM_THREADS"), environment.local_world_size
     if chosen == "1" and environment.launcher == "torchrun" and sharers > 1:
         with suppress(OSError):

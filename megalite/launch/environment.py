@@ -95,15 +95,10 @@ def is_loopback(host: str) -> bool:
     return host in ("localhost", "::1") or re.fullmatch(r"127(\.[0-9]{1,3}){3}", host) is not None
 
 
-def claimed_rank(environ: Mapping[str, str]) -> int:
-    """The rank that even a broken environment claims (0 where it claims none): decides who prints a refusal."""
-    text = _variables(environ).get("RANK") or "0"
+def claimed_rank(environ: Mapping[str, str], name: str = "RANK") -> int:
+    """The RANK or LOCAL_RANK that even a broken environment claims, 0 where it claims none: decides who prints."""
+    text = _variables(environ).get(name) or "0"
     return int(text) if re.fullmatch("[0-9]{1,10}", text) else 0
-
-
-def first_of_node(environ: Mapping[str, str]) -> bool:
-    """Whether this process speaks for its machine: the first of its ranks there, or any where that is not known."""
-    return (_variables(environ).get("LOCAL_RANK") or "0") == "0"
 
 
 def launch_command(environment: ProcessEnvironment, arguments: Sequence[str]) -> str:
@@ -114,12 +109,6 @@ def launch_command(environment: ProcessEnvironment, arguments: Sequence[str]) ->
     return f"{start} {shlex.join(arguments)}"
 
 
-def first_host(nodelist: str) -> str:
-    """The first host of a SLURM node list: `gpu-a[03-04,9],n1` -> `gpu-a03`; empty where it is no such list."""
-    first = re.match(r"(?:[^\[\],\s]|\[[0-9][0-9,-]*\])+(?=,|$)", nodelist.strip())
-    return re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first[0]) if first else ""
-
-
 def _variables(environ: Mapping[str, str]) -> Mapping[str, str]:
     """`environ` itself; or, in a task of a SLURM step without RANK, what torchrun would set there. (The shells of
     sbatch and salloc are no tasks of a step.)"""
@@ -127,12 +116,15 @@ def _variables(environ: Mapping[str, str]) -> Mapping[str, str]:
     step, job, node = (int(text) if text.isdigit() else -1 for text in texts)
     if environ.get("RANK") or not environ.get("SLURM_PROCID") or not 0 <= step < FIRST_RESERVED_STEP:
         return environ
+    # The first host of the list: `gpu-a[03-04,9],n1` -> `gpu-a03`.
+    first = re.match(r"(?:[^\[\],\s]|\[[0-9][0-9,-]*\])+(?=,|$)", environ.get("SLURM_STEP_NODELIST", "").strip())
+    host = re.sub(r"\[([0-9]+)[^\]]*\]", r"\1", first[0]) if first else ""
     nodes = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
     counts = [count for count, times in nodes for _ in range(int(times or 1))]  # `2(x3),1` -> 2, 2, 2, 1 tasks
     port = 12000 + (job * 31 + step) % 20000  # below the usual ephemeral ports; steps side by side differ
     return {name: environ.get(own, "") for name, own in OF_SLURM.items()} | {
         "LOCAL_WORLD_SIZE": counts[node] if 0 <= node < len(counts) else "",
-        "MASTER_ADDR": environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "")),
+        "MASTER_ADDR": environ.get("MASTER_ADDR") or host,
         "MASTER_PORT": environ.get("MASTER_PORT") or str(port),
     }
 
@@ -172,8 +164,8 @@ def is_busy(looks: int = 20) -> bool:
 
 
 def keep_freed_memory(environ: Mapping[str, str]) -> None:
-    """Have glibc keep what a step frees, for the next step: it returns large or last pieces to the system, which then
-    clears each page anew, 2 % to 10 % of a step. The price: sizes that change leave gaps in the heap."""
+    """Have glibc keep what a step frees for the next step. Else it returns large or last pieces to the system, which
+    clears each page anew: 2 % to 10 % of a step. The price: sizes that change leave gaps in the heap."""
     words = " ".join([*environ, environ.get("GLIBC_TUNABLES", "")])
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
     if mallopt is not None and not re.search("malloc[._](trim|mmap|top_pad)", words, re.IGNORECASE):

@@ -23,12 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import HashStore  # torch.distributed exports it, but not to type checkers
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.distributed_c10d import PrefixStore
 
 from megalite.errors.problems import Problem, UserError
-from megalite.launch.context import ParallelContext, answers, listed
+from megalite.launch.context import CPU, ParallelContext, answers, listed
 from megalite.launch.startup import code_fingerprint, gpu_id
 
 INSIDE, ACROSS, CLOCK, ERROR, LINK = "inside, GB/s", "across, GB/s", "clock, s", "error", "link to "
@@ -44,30 +43,28 @@ Measures = Mapping[str, Any]
 
 
 def preflight(context: ParallelContext, folder: Path) -> dict[str, Measures]:
-    """The measures of every node, by its name, on rank 0; nothing elsewhere. All ranks call it.
-
-    `folder` is that of checkpoints; where it is missing, the nearest above it that rank 0 finds counts. Raises
-    UserError where a rank does not even say on which node it is.
-    """
+    """The measures of every node, by its name, on rank 0; nothing elsewhere. All ranks call it. `folder` is that of
+    checkpoints; where it is missing, the nearest above it that rank 0 finds counts. UserError where a rank does not
+    even say on which node it is."""
     here = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     found = next(str(each) for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
-    roll, own, nodes = _Roll(context), dict[str, Any](), defaultdict[str, list[int]](list)
-    places = roll.call("places", [here, context.device.type, gpu_id(context.device), found])
+    mine, nodes = _Rank(context), defaultdict[str, list[int]](list)
+    places = mine.call("places", [here, context.device.type, gpu_id(context.device), found])
     if absent := [rank for rank in range(context.world_size) if rank not in places]:
         rule = f"no answer within {WAIT_S:.0f} s from rank {listed(absent)}"
         raise UserError(Problem("preflight", context.world_size, rule, "look at their logs and nodes"))
     for rank, (name, *_) in places.items():
         nodes[name].append(rank)
     writes_to = Path(places[0][3]) if nodes[here][0] == context.rank else None
-    _in_time(partial(_measure, own, context.device, writes_to), HANG_S, own, ERROR)
+    mine.in_time(HANG_S, ERROR, lambda: mine.measure(writes_to))
     sharers = [rank for rank, place in places.items() if place[:3] == places[context.rank][:3] and place[2]]
     if len(sharers) > 1:
-        own[ERROR] = f"ranks {listed(sharers)} share one GPU"
-    roll.call("measured")
+        mine.own[ERROR] = f"ranks {listed(sharers)} share one GPU"
+    mine.call("measured")
     if len({device for _, device, *_ in places.values()}) == 1:  # else NCCL would wait for gloo
-        _measure_links(own, roll, here, nodes)
-    own[CLOCK] = time.time()
-    everyone = roll.call("measures", own, to_first=True)
+        mine.measure_links(here, nodes)
+    mine.own[CLOCK] = time.time()
+    everyone = mine.call("measures", mine.own, to_first=True)
     silent = {ERROR: f"no answer within {WAIT_S:.0f} s"}
     of_nodes = {name: _of_node([everyone.get(rank, silent) for rank in ranks]) for name, ranks in nodes.items()}
     return {} if context.rank else of_nodes
@@ -118,15 +115,17 @@ def table(nodes: Mapping[str, Measures]) -> list[str]:
     return lines + [f"{node}: {fault}" for node, found in faults.items() for fault in found] + differences
 
 
-class _Roll:
-    """The ranks that still answer, as rank 0 sees them: a silent one is waited for once."""
+class _Rank:
+    """One rank's measures, and the ranks that still answer, as rank 0 sees them: a silent one is waited for once."""
 
     def __init__(self, context: ParallelContext) -> None:
-        self.context, self.there, self.store = context, [*range(context.world_size)], context.store or HashStore()
+        self.context, self.own, self.there = context, dict[str, Any](), [*range(context.world_size)]
 
     def call(self, step: str, value: Any = None, *, to_first: bool = False) -> dict[int, Any]:
         """The values of the ranks that come in time, by rank. `to_first`: rank 0, which may end then, alone waits."""
-        store = PrefixStore(f"preflight/{step}", self.store)
+        if self.context.store is None:
+            return {0: value}
+        store = PrefixStore(f"preflight/{step}", self.context.store)
         store.set(str(self.context.rank), json.dumps(value))
         if self.context.rank == 0:
             store.set("all", json.dumps([*answers(store, self.there, WAIT_S).items()]))
@@ -137,21 +136,72 @@ class _Roll:
         self.there = [*values]
         return values
 
+    def in_time(self, limit_s: float, name: str, action: Callable[[], None]) -> None:
+        """Perform the action; a measure of that name says where it fails or takes longer. What hangs (NCCL, a driver, a
+        disk) stays in its thread."""
 
-def _measure(own: dict[str, Any], device: torch.device, folder: Path | None) -> None:
-    """Fill `own`, so that what was measured before something hangs is kept."""
-    cuda = device.type == "cuda"
-    own |= {"python": platform.python_version(), "torch": torch.__version__, "megalite": code_fingerprint()}
-    own["device"] = torch.cuda.get_device_name(device) if cuda else device.type
-    size, dtype = (8192, torch.bfloat16) if cuda else (768, torch.float32)
-    left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
-    own[PRODUCTS] = 2 * size**3 / seconds(lambda: left @ right, device, MEASURE_S) / 1e12
-    source = torch.ones((1 << 30) if cuda else (64 << 20), device=device, dtype=torch.uint8)
-    target = torch.empty_like(source)
-    own[COPIES] = 2 * source.numel() / seconds(lambda: target.copy_(source), device, MEASURE_S) / 1e9
-    if folder is not None:
-        content = os.urandom(DISK_BYTES)
-        own[DISK] = DISK_BYTES / seconds(lambda: _write(folder, content), torch.device("cpu"), 0.0) / 1e6
+        def act() -> None:
+            try:
+                action()
+                del self.own[name]
+            except Exception as error:
+                self.own[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+
+        self.own[name] = "TimeoutError: no answer in time"
+        thread = threading.Thread(target=act, daemon=True)
+        thread.start()
+        thread.join(limit_s)
+
+    def measure(self, folder: Path | None) -> None:
+        """All but the links; the disk where there is a `folder`."""
+        own, device, cuda = self.own, self.context.device, self.context.device.type == "cuda"
+        own |= {"python": platform.python_version(), "torch": torch.__version__, "megalite": code_fingerprint()}
+        own["device"] = torch.cuda.get_device_name(device) if cuda else device.type
+        size, dtype = (8192, torch.bfloat16) if cuda else (768, torch.float32)
+        left, right = (torch.ones(size, size, device=device, dtype=dtype) for _ in range(2))
+        own[PRODUCTS] = 2 * size**3 / seconds(lambda: left @ right, device, MEASURE_S) / 1e12
+        source = torch.ones((1 << 30) if cuda else (64 << 20), device=device, dtype=torch.uint8)
+        target = torch.empty_like(source)
+        own[COPIES] = 2 * source.numel() / seconds(lambda: target.copy_(source), device, MEASURE_S) / 1e9
+        if folder is not None:
+            content = os.urandom(DISK_BYTES)
+            own[DISK] = DISK_BYTES / seconds(lambda: write(folder, content), CPU, 0.0) / 1e6
+
+    def measure_links(self, here: str, nodes: Mapping[str, Sequence[int]]) -> None:
+        """Measure an all-reduce among the ranks of this node, and with the nodes beside it, 0 where it fails."""
+        names = [*nodes]
+        ring = [*zip(names, names[1:] + names[:1], strict=True)][: len(names) if len(names) > 2 else len(names) - 1]
+        even = len(ring) // 2 * 2  # no node measures two links at a time
+        for number, links in enumerate([[(name, name) for name in names], ring[0:even:2], ring[1:even:2], ring[even:]]):
+            for one, other in links:
+                ranks = nodes[one] if one == other else [nodes[one][0], nodes[other][0]]
+                if self.context.rank in ranks and len(ranks) > 1 and {*ranks} <= {*self.there}:
+                    speed, link = (INSIDE if one == other else ACROSS), f"{LINK}{other if one == here else one}"
+                    self.own.setdefault(speed, 0.0)
+                    self.in_time(LINK_S, link, partial(self.all_reduce, speed, f"{one} {other}", ranks))
+            self.call(f"links {number}")
+
+    def all_reduce(self, speed: str, link: str, ranks: Sequence[int]) -> None:
+        """Measure the GB/s of a group that its members alone make, outside of torch's world."""
+        device, rank, size = self.context.device, ranks.index(self.context.rank), len(ranks)
+        store = PrefixStore(f"preflight/{link}", self.context.store.clone())  # type: ignore[union-attr]  # may hang
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # of this thread
+            nccl: Any = torch.distributed.ProcessGroupNCCL
+            group = nccl(store, rank, size, nccl.Options())
+        else:
+            group = ProcessGroupGloo(store, rank, size, timedelta(seconds=LINK_S))
+        content = torch.ones((256 if device.type == "cuda" else 8) << 20, device=device, dtype=torch.uint8)
+        took = [seconds(lambda: group.allreduce([content]).wait(), device, 0.0) for _ in range(20)]
+        group.shutdown()
+        self.own[speed] = max(self.own[speed], content.numel() / statistics.median(took[1:]) / 1e9)
+
+
+def write(folder: Path, content: bytes) -> None:
+    with tempfile.TemporaryFile(dir=folder) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def seconds(action: Callable[[], Any], device: torch.device, at_least_s: float) -> float:
@@ -165,63 +215,6 @@ def seconds(action: Callable[[], Any], device: torch.device, at_least_s: float) 
             torch.cuda.synchronize(device)
         took.append(time.perf_counter() - begin)
     return statistics.median(took[1:] or took)
-
-
-def _write(folder: Path, content: bytes) -> None:
-    with tempfile.TemporaryFile(dir=folder) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _measure_links(own: dict[str, Any], roll: _Roll, here: str, nodes: Mapping[str, Sequence[int]]) -> None:
-    """Measure an all-reduce among the ranks of this node, and with the nodes beside it, 0 where it fails."""
-    names = [*nodes]
-    ring = [*zip(names, names[1:] + names[:1], strict=True)][: len(names) if len(names) > 2 else len(names) - 1]
-    even = len(ring) // 2 * 2  # no node measures two links at a time
-    for number, links in enumerate([[(name, name) for name in names], ring[0:even:2], ring[1:even:2], ring[even:]]):
-        for one, other in links:
-            ranks = nodes[one] if one == other else [nodes[one][0], nodes[other][0]]
-            if roll.context.rank in ranks and len(ranks) > 1 and {*ranks} <= {*roll.there}:
-                speed, link = (INSIDE if one == other else ACROSS), f"{LINK}{other if one == here else one}"
-                own.setdefault(speed, 0.0)
-                _in_time(partial(_all_reduce, own, speed, roll.context, (one, other), ranks), LINK_S, own, link)
-        roll.call(f"links {number}")
-
-
-def _all_reduce(
-    own: dict[str, Any], speed: str, context: ParallelContext, ends: tuple[str, str], ranks: Sequence[int]
-) -> None:
-    """Note the GB/s of a group that its members alone make, outside of torch's world."""
-    store = PrefixStore(f"preflight/{ends}", context.store.clone())  # type: ignore[union-attr]  # which may hang
-    rank, size, cuda = ranks.index(context.rank), len(ranks), context.device.type == "cuda"
-    if cuda:
-        torch.cuda.set_device(context.device)  # of this thread
-        nccl: Any = torch.distributed.ProcessGroupNCCL
-        group = nccl(store, rank, size, nccl.Options())
-    else:
-        group = ProcessGroupGloo(store, rank, size, timedelta(seconds=LINK_S))
-    content = torch.ones((256 << 20) if cuda else (8 << 20), device=context.device, dtype=torch.uint8)
-    took = [seconds(lambda: group.allreduce([content]).wait(), context.device, 0.0) for _ in range(20)]
-    group.shutdown()
-    own[speed] = max(own[speed], content.numel() / statistics.median(took[1:]) / 1e9)
-
-
-def _in_time(action: Callable[[], None], limit_s: float, own: dict[str, Any], name: str) -> None:
-    """Perform the action, which fills `own`; an entry of that name stays where it fails or takes longer than `limit_s`.
-    What hangs (NCCL, a driver, a disk) stays in its thread."""
-
-    def act() -> None:
-        try:
-            action()
-            del own[name]
-        except Exception as error:
-            own[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-
-    own[name] = "TimeoutError: no answer in time"
-    thread = threading.Thread(target=act, daemon=True)
-    thread.start()
-    thread.join(limit_s)
 
 
 def _of_node(ranks: Sequence[Measures]) -> Measures:

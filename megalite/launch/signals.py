@@ -42,10 +42,8 @@ def ignore_stop_signals() -> None:
 
 class StopSignals:
     """Context manager that receives the stop signals of this process. While it is `starting`, the first one ends the
-    process in one line, with status 128 and the signal's number; later it is only `requested`, by name.
-
-    A thread receives the signals as well, because the main one may be inside an operation that does not come back.
-    """
+    process in one line, with status 128 and the signal's number; later it is only `requested`, by name. A thread
+    receives the signals as well, because the main one may be inside an operation that does not come back."""
 
     now: "StopSignals | None" = None  # of this process
 

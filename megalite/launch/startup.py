@@ -6,9 +6,8 @@ that is alike on all nodes. So a verdict counts only for the processes that it n
 joins the next one, too.
 
 All ranks name all groups of the world to torch in the same order (layout/groups.py), members or not: torch then counts
-alike on every rank. NCCL's communicators are formed here (`device_id`), so a network or a driver that fails does so
-under the time-out of the start. Such a group sends and receives over its own communicator, in the order of all else on
-it: that is why each direction of the pipeline has a group of its own.
+alike on every rank. NCCL's communicators are formed here (`device_id`), under the time-out of the start. Such a group
+sends and receives in the order of all else on it: that is why each direction of the pipeline has a group of its own.
 """
 
 import hashlib
@@ -66,11 +65,8 @@ def meet(
     store: Store | None = None,
 ) -> Store | None:
     """Prepare this process and wait until all ranks are there; the store where they have met, None in a world of one.
-    Raises one UserError, alike on all ranks, that holds the problems of all.
-
-    `plan` is what must be equal on all ranks, besides their code: values by name; None where nothing must. The ranks
-    meet at `store`, by default at MASTER_ADDR:MASTER_PORT.
-    """
+    Raises one UserError, alike on all ranks, that holds the problems of all. `plan`: what must be equal on all ranks,
+    besides their code, by name; None: nothing must. They meet at `store`, by default at MASTER_ADDR:MASTER_PORT."""
     set_threads(environment)
     if device.type == "cpu":
         keep_freed_memory(os.environ)
@@ -134,8 +130,7 @@ def _attend(store: Store, info: RankInfo, timeout_s: float) -> tuple[Store, list
 
 
 def find_problems(infos: Sequence[RankInfo]) -> list[Problem]:
-    """Everything that stands against starting, once each. Ranks of different plans would wait for each other for ever,
-    or train different models."""
+    """Everything that stands against starting, once each."""
     found = [Problem(**fields) for info in infos for fields in info.problems]
     planned, users = [info for info in infos if info.plan], defaultdict[Any, list[int]](list)
     for name in dict.fromkeys(name for info in planned for name in info.plan):
@@ -222,11 +217,9 @@ def join(
     needs: GroupNeeds | None = None,
     nccl: Mapping[str, NcclOptions] | None = None,
 ) -> ParallelContext:
-    """This rank's context: make the world, whose ranks have met at `store`, and the groups of the layout.
-
-    Until `set_timeout` is called, a rank may take `timeout_s` to join the others. Where torch's fake backend is the
-    world already, one process becomes any rank of any layout.
-    """
+    """This rank's context: make the world, whose ranks have met at `store`, and the groups of the layout. Until
+    `set_timeout` is called, a rank may take `timeout_s` to join the others. (Where torch's fake backend is the world
+    already, one process becomes any rank of any layout.)"""
     needs = needs or GroupNeeds()
     specs, timeout = groups_of(layout, rank, needs), timedelta(seconds=timeout_s)
     if device.type == "cuda":
@@ -244,11 +237,8 @@ def join(
 def make_groups(
     specs: Iterable[GroupSpec], rank: int, device: torch.device, timeout: timedelta, nccl: Mapping[str, NcclOptions]
 ) -> dict[str, dist.ProcessGroup]:
-    """The communicators of the groups that `rank` belongs to, by name. Every rank of the world must call it.
-
-    `nccl` holds options by `GroupSpec.options`, over which NCCL's environment variables win (`NCCL_MAX_CTAS`, ...).
-    Groups with different options do not share a communicator.
-    """
+    """The communicators of the groups that `rank` belongs to, by name; all ranks of the world call it. `nccl`: options
+    by `GroupSpec.options`, over which NCCL's variables win. Groups of different options share no communicator."""
     made, groups = dict[Any, Any](), dict[str, dist.ProcessGroup]()
     for spec in specs:
         on_gpu = device.type == "cuda" and not spec.on_host

@@ -56,10 +56,8 @@ class Doing(NamedTuple):
 
 
 class Watchdog:
-    """Context manager: meanwhile the calling thread must make progress; in a world of one nobody watches.
-
-    `doing` is asked at each look. The report goes to stderr and into `folder`. `hosts`: where each rank runs.
-    """
+    """Context manager: meanwhile the calling thread must make progress, which `doing` tells at each look; in a world of
+    one nobody watches. The report goes to stderr and into `folder`. `hosts`: where each rank runs."""
 
     def __init__(
         self, context: ParallelContext, doing: Callable[[], Doing], folder: Path, hosts: Sequence[str]
@@ -151,7 +149,7 @@ class Watchdog:
         }
 
     def _report(self, finding: str, words: Mapping[int, Mapping[str, Any]]) -> str:
-        """Write it to stderr, then all of it into a file, unless one of them hangs for WRITE_S; its first line."""
+        """Write it to stderr, then all of it into a file, unless one of them hangs; its first line."""
         setting, timeout_s = self.doing()[2:4]
         first = f"no progress within {setting} ({timeout_s:g} s); {finding}"
         path = self._folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-rank-{self._context.rank}.json"
@@ -193,11 +191,9 @@ def _lines(frame: FrameType) -> list[str]:
 
 
 def find_cause(context: ParallelContext, error: BaseException) -> str:
-    """What the ranks know together about why they cannot go on, in a line for people; empty for a single process.
-
-    A rank whose collective breaks sees a socket, not a rank. So each leaves word in the store: a rank with an error of
-    its own is the cause; a rank without a word was killed, is stopped or hangs.
-    """
+    """What the ranks know together about why they cannot go on, in a line for people; empty for a single process. A
+    rank whose collective breaks sees a socket, not a rank. So all leave word in the store: a rank with an error of its
+    own is the cause; a rank without a word was killed, is stopped or hangs."""
     if context.store is None:
         return ""
     store = PrefixStore("failure", context.store)

@@ -19,11 +19,7 @@ EXPERT_NAME = {"tp": "etp", "ep": "ep", "dp": "edp", "pp": "pp"}  # the axis of 
 
 def strides_of(order: str, sizes: Mapping[str, int], axes: Sequence[str]) -> dict[str, int]:
     """The distance in ranks between neighbours along each of the dense or the experts' `axes`. Axes that `order` leaves
-    out follow at the end.
-
-    A pipeline is ranks r, r + stride, r + 2 stride and so on. The dense and the experts' numbering have the same
-    pipelines exactly if their strides of pp are equal.
-    """
+    out follow at the end. The two numberings have the same pipelines exactly if their strides of pp are equal."""
     strides, distance = {}, 1
     for place in dict.fromkeys([*order.split("-"), *DEFAULT_ORDER.split("-")]):
         axis = place if axes is DENSE_AXES else EXPERT_NAME.get(place, "")
@@ -35,7 +31,7 @@ def strides_of(order: str, sizes: Mapping[str, int], axes: Sequence[str]) -> dic
 @dataclass(frozen=True)
 class ParallelLayout:
     """Sizes of all axes over one world. `etp` is None for a dense model, which has no expert axes. What a user asks for
-    goes through `config.parallel_rules.checked_layout` first."""
+    goes through `config.rules.checked_layout` first."""
 
     tp: int = 1
     cp: int = 1

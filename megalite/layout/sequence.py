@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -118,26 +118,24 @@ def starts_of(documents: npt.NDArray[np.int32]) -> IntArray:
 def document_plan(share: CpShard, starts: IntArray) -> AttentionPlan:
     """The plan of packed documents that start at `starts` [b, s], with the cut whose busiest block computes less;
     of equal cuts zigzag, which fetches less. The same cut on all ranks."""
-    cuts: tuple[Cut, ...] = ("zigzag", "stripes")
-    ways = {cut: _all_tiles(share.ring, starts, cut) for cut in cuts}
-    busiest = {cut: max(sum(tile.scores for tiles in way for tile in tiles) for way in ways[cut]) for cut in cuts}
-    cut = min(cuts, key=busiest.__getitem__)
-    mine = ways[cut][share.block]
-    sent = tuple(_rows(tiles[share.block]) for tiles in ways[cut])
-    return AttentionPlan(cut, mine, tuple(map(_rows, mine)), sent, partial=True)
+    ways = (_document_plans(share.ring, starts, cut) for cut in get_args(Cut))
+    return min(ways, key=lambda plans: max(plan.scores for plan in plans))[share.block]
 
 
-def _all_tiles(ring: int, starts: IntArray, cut: Cut) -> list[tuple[tuple[Tile, ...], ...]]:
-    """The tiles by block of queries and block of keys."""
+def _document_plans(ring: int, starts: IntArray, cut: Cut) -> list[AttentionPlan]:
+    """The plans of all blocks."""
     length = starts.shape[1]
     pieces = [block_places(length, ring, block, cut) for block in range(ring)]
     blocks = [np.concatenate([np.arange(each.start, each.stop, each.step) for each in block]) for block in pieces]
 
-    def tiles(queries: int, keys: int) -> tuple[Tile, ...]:
-        base = causal_tile(ring, queries, keys, length // ring, cut)
-        return tuple(_tiles(starts, blocks[queries], blocks[keys], base.queries))
+    def tiles(own: int, source: int) -> tuple[Tile, ...]:
+        rows = causal_tile(ring, own, source, length // ring, cut).queries
+        return tuple(_tiles(starts, blocks[own], blocks[source], rows))
 
-    return [tuple(tiles(own, source) for source in range(ring)) for own in range(ring)]
+    table = [tuple(tiles(own, source) for source in range(ring)) for own in range(ring)]
+    needs = [tuple(map(_rows, of_block)) for of_block in table]
+    sent = zip(*needs, strict=True)
+    return [AttentionPlan(cut, *each, partial=True) for each in zip(table, needs, sent, strict=True)]
 
 
 def _tiles(starts: IntArray, queries: IntArray, keys: IntArray, rows: Rows) -> Iterator[Tile]:

@@ -40,18 +40,20 @@ class _CpuRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.to(statistics_dtype(x.dtype))
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = norms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).to(x.dtype)
+        return (wide * scale).mul_(weight.to(wide.dtype)).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight, scale = ctx.saved_tensors
-        grad, normed = grads[0].to(scale.dtype), x.to(scale.dtype) * scale
+        grad, wide, wide_weight = (each.to(scale.dtype) for each in (grads[0], x, weight))
+        normed = wide * scale
         product = grad * normed
-        grad_weight, pull = product.flatten(0, -2).sum(0), (product @ weight.to(scale.dtype)) / -x.shape[-1]
-        grad_x = (grad * weight).addcmul_(normed, pull.unsqueeze(-1)).mul_(scale)
+        grad_weight, pull = product.flatten(0, -2).sum(0), (product @ wide_weight).div_(-x.shape[-1])
+        grad_x = (grad * wide_weight).addcmul_(normed, pull.unsqueeze(-1)).mul_(scale)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
 
 

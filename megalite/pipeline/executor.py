@@ -246,7 +246,7 @@ class MicrobatchGraph:
         return self._loss.clone()
 
     def _capture(self, batch: Batch, scale: Tensor) -> None:
-        self._batch, self._scale = batch.clone(), scale.clone()
+        self._batch, self._scale = batch.map(torch.clone), scale.clone()
         try:
             self._loss, self._repeat = captured(lambda: self._compute(self._batch, self._scale))
         except Exception as error:  # whatever a kernel's own compiler raises

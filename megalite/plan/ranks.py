@@ -6,7 +6,7 @@ from dataclasses import asdict
 from textwrap import wrap
 
 from megalite.errors.words import several
-from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, ParallelLayout, header_lines
+from megalite.layout.ranks import ParallelLayout, header_lines
 from megalite.layout.stages import StageLayers
 from megalite.plan.picture import LETTER, Picture
 
@@ -32,9 +32,9 @@ def groups_of(layout: ParallelLayout, experts: int = 0) -> Groups:
     return groups
 
 
-def json_lines(groups: Groups, stages: Sequence[StageLayers]) -> Iterator[str]:
+def as_json(groups: Groups, stages: Sequence[StageLayers]) -> str:
     """The groups, and the stages if there are some, as one JSON object."""
-    yield json.dumps({**groups, **({"stages": [asdict(stage) for stage in stages]} if stages else {})})
+    return json.dumps({**groups, **({"stages": [asdict(stage) for stage in stages]} if stages else {})})
 
 
 def table_lines(groups: Groups, world_size: int, width: int) -> Iterator[str]:
@@ -66,26 +66,24 @@ def stage_lines(stages: Sequence[StageLayers]) -> Iterator[str]:
 def ranks_picture(layout: ParallelLayout, ranks_per_node: int, experts: int = 0) -> Picture:
     """Ranks in their nodes, which they fill in order, as launchers place them. A rank says which group of each axis
     that is split it belongs to ("tp 3"), and which of the `experts` of a layer it holds."""
-    axes = [*DENSE_AXES, *(axis for axis in EXPERT_AXES if axis != "pp" and layout.has_experts)]
-    groups = {axis: layout.groups(axis) for axis in axes if layout.sizes[axis] > 1}
+    groups = {axis: layout.groups(axis) for axis, size in layout.sizes.items() if size > 1}
     lines = header_lines(layout)
     for axis, its in groups.items():
         crossing = sum(group[0] // ranks_per_node != group[-1] // ranks_per_node for group in its)
-        where = f"{crossing} across nodes" if crossing else "inside a node"
-        lines.append(f"{axis}: {several(len(its), 'group')} of {len(its[0])}, {where}")
+        lines.append(f"{axis}: {several(len(its), 'group')} of {len(its[0])}, {crossing} across nodes")
     lines += [f"drawn: ranks 0 to {MOST_RANKS - 1}"] if layout.world_size > MOST_RANKS else []
     named = [(f"{axis} {number}", group) for axis in groups for number, group in enumerate(groups[axis])]
     named += [(f"experts {part}", ranks) for part, (ranks,) in groups_of(layout, experts).get("experts", {}).items()]
-    words = [[f"rank {rank}"] for rank in range(min(layout.world_size, MOST_RANKS))]
+    words = {rank: [f"rank {rank}"] for rank in range(min(layout.world_size, MOST_RANKS))}
     for word, ranks in named:
-        for rank in (rank for rank in ranks if rank < MOST_RANKS):
+        for rank in words.keys() & ranks:
             words[rank].append(word)
     picture = Picture("ranks of a layout")
     for at, line in enumerate(lines):
         picture.text(0, 14 + 18 * at, line, "" if at else "title")
     in_node, high = min(ranks_per_node, len(words)), LINE * len(words[0]) + 8
     wide, tall = min(in_node, ACROSS) * (WIDE + GAP) + GAP, -(-in_node // ACROSS) * (high + GAP) + GAP
-    for rank, about in enumerate(words):
+    for rank, about in words.items():
         node, place = divmod(rank, in_node)
         top = 18 * len(lines) + 6 + node * (tall + 10)
         if place == 0:

@@ -8,6 +8,7 @@ before every text is put before the document alone.
 import re
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,30 +17,37 @@ from megalite.data.tokenizers import TextTokenizer
 Cut = Callable[[str, int], int]
 PIECE = 1 << 20  # characters after which a document is cut
 CONTEXT = 256  # characters that are given to the tokenizer again
-WIDE = 1 << 14  # characters on each side in which a place must not matter
+WIDE = 1 << 13  # characters on each side in which a place must not matter
 NEAR = (CONTEXT, CONTEXT - 1, CONTEXT - 5, CONTEXT - 13)  # characters before a place
 TRIED = 32  # places
 LONG = 128  # characters of a word near a place where words may be found by a pattern that looks far
 BEHIND_A_WORD = re.compile(r"(?<=[^\W_])\s")
 
 
-def in_pieces(blocks: Iterable[str], cut: Cut) -> Iterator[str | None]:
-    """The document that the blocks are together, in pieces of about PIECE characters, and its end."""
-    buffer, sought = "", PIECE  # where to seek the next place: those before are no places
+class Piece(NamedTuple):
+    """A part of a document. A row without text is a piece without text."""
+
+    document: int  # its number in the shard
+    before: str  # the end of the text before this part
+    text: str
+    last: bool  # the document ends here
+
+
+def in_pieces(blocks: Iterable[str], cut: Cut, document: int) -> Iterator[Piece]:
+    """The document that the blocks are together, in pieces of about PIECE characters."""
+    buffer, before, sought = "", "", PIECE  # where to seek the next place: those before are no places
     for block in blocks:
         buffer, start = buffer + block, 0
         while len(buffer) > sought and (stop := cut(buffer, sought)):
-            yield buffer[start:stop]
-            start, sought = stop, stop + PIECE
+            yield Piece(document, before, buffer[start:stop], False)
+            before, start, sought = buffer[stop - CONTEXT : stop], stop, stop + PIECE
         sought = max(sought, len(buffer) - 2 * WIDE) - start
         buffer = buffer[start:]
-    if buffer:
-        yield buffer
-    yield None
+    yield Piece(document, before, buffer, True)
 
 
 def behind_a_word(text: str, start: int) -> int:
-    """A place between a letter or digit and a blank: there GPT-2's byte-level BPE begins a word."""
+    """A place between a letter or digit and a blank."""
     found = BEHIND_A_WORD.search(text, start)
     return found.start() if found else 0
 
@@ -47,14 +55,9 @@ def behind_a_word(text: str, start: int) -> int:
 def cut_for(tokenizer: TextTokenizer) -> Cut:
     """Places behind a word where the tokens do not depend on where a text begins and ends, near and far away, and where
     words are short if the tokenizer finds them by a pattern."""
-    steps, spec = tokenizer.backend.pre_tokenizer, tokenizer.spec
-    words = spec["pre_tokenizer"] or {"type": None}
-    plain = words["type"] == "ByteLevel" and words["use_regex"] and not words["add_prefix_space"]
-    plain = plain and spec["normalizer"] is None and all(token["special"] for token in spec["added_tokens"])
-    if plain or tokenizer.table is not None:
-        return behind_a_word
+    steps = tokenizer.backend.pre_tokenizer
     # A Unigram model adds up scores over all of a word: ties in a long word are decided by rounding. No place is sure.
-    if spec["model"]["type"] == "Unigram" and (steps is None or len(steps.pre_tokenize_str("a b")) < 2):
+    if tokenizer.spec["model"]["type"] == "Unigram" and (steps is None or len(steps.pre_tokenize_str("a b")) < 2):
         return lambda text, start: 0
     far = any(tokenizer.mentions(kind, "pre_tokenizer") for kind in ("Split", "FixedLength"))
 

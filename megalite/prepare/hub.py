@@ -5,7 +5,6 @@ what is not reachable is looked for in the local cache only. Data set scripts an
 """
 
 import os
-import sys
 import threading
 from contextlib import nullcontext, suppress
 from functools import lru_cache
@@ -18,7 +17,6 @@ from megalite.errors.problems import Problem, UserError
 
 PATIENCE = 3.0  # seconds for the hub to answer
 NO_ANSWER = f"the hub does not answer within {PATIENCE:.0f} s and it is not in the local cache"
-OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE")
 TOKENIZER_FILES = [  # all that decide about ids and the end of document
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "config.json", "generation_config.json"),
     *("vocab.*", "merges.txt", "*.model", "*.tiktoken"),
@@ -28,46 +26,35 @@ TOKENIZER_FILES = [  # all that decide about ids and the end of document
 @lru_cache(maxsize=1)
 def reachable() -> bool:
     """Whether the hub answers within PATIENCE seconds, name resolution included; asked once."""
-    if any(os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE") for name in OFFLINE):
-        return False
+    # They know the user's proxies and certificates, and refuse where HF_HUB_OFFLINE is set.
+    from huggingface_hub import constants, get_session
+
+    def ask() -> None:
+        with suppress(Exception):  # of several libraries
+            status: int = get_session().head(constants.ENDPOINT, timeout=PATIENCE).status_code
+            answers.append(status < 500 and status not in (403, 407))  # a proxy's refusal is no answer of the hub
+
     answers: list[bool] = []
-    thread = threading.Thread(target=lambda: answers.append(_answers()), daemon=True)  # a resolver may hang
+    thread = threading.Thread(target=ask, daemon=True)  # a resolver may hang
     thread.start()
     thread.join(PATIENCE)
     return answers == [True]
 
 
-def _answers() -> bool:
-    import huggingface_hub  # knows the user's proxies and certificates
-
-    with suppress(Exception):  # of several libraries
-        endpoint = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-        status: int = huggingface_hub.get_session().head(endpoint, timeout=PATIENCE).status_code
-        return status < 500 and status not in (403, 407)  # a proxy's refusal is no answer of the hub
-    return False
-
-
 @lru_cache(maxsize=4)  # the shards of one data set come one after the other
 def load_dataset(name: str, subset: str | None, split: str, streaming: bool) -> Any:
     """A `datasets` data set, from the hub, its cache, or a local folder."""
+    import datasets
+    from huggingface_hub import constants
+
     is_here = os.path.exists(name)
     if offline := not is_here and not reachable():
-        os.environ["HF_HUB_OFFLINE"] = "1"  # the libraries read it when they are imported
-        for module in ("huggingface_hub.constants", "datasets.config"):
-            if module in sys.modules:
-                sys.modules[module].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
-    import datasets
-
+        os.environ["HF_HUB_OFFLINE"] = "1"  # for worker processes
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     datasets.disable_progress_bars()
     try:
-        if not any(Path(name, state).exists() for state in ("state.json", "dataset_dict.json")):
-            with private_files() if is_here else nullcontext():  # the library keeps a copy of the text
-                return datasets.load_dataset(name, subset, split=split, streaming=streaming)
-        saved = datasets.load_from_disk(name)  # what `save_to_disk` wrote
-        splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or split): saved}
-        if subset is not None or split not in splits:
-            raise ValueError(f"it was saved with the splits {', '.join(map(str, splits))} and no subsets")
-        return splits[split].to_iterable_dataset() if streaming else splits[split]
+        with private_files() if is_here else nullcontext():  # the library keeps a copy of the text
+            return datasets.load_dataset(name, subset, split=split, streaming=streaming)
     except Exception as error:  # the library raises a dozen types, and all are about the user's choice
         reason = (error.__cause__ or error) if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         rule = f"cannot be loaded ({type(reason).__name__}: {first_line(reason)})"
@@ -80,16 +67,16 @@ def tokenizer_folder(name: str) -> Path:
     folder = Path(name).expanduser()
     if os.path.isdir(folder):
         return folder
-    import huggingface_hub
+    from huggingface_hub import snapshot_download
 
     with suppress(Exception):  # not cached, in whichever way the library says so
-        cached = Path(huggingface_hub.snapshot_download(name, allow_patterns=TOKENIZER_FILES, local_files_only=True))
+        cached = Path(snapshot_download(name, allow_patterns=TOKENIZER_FILES, local_files_only=True))
         if any(cached.glob("tokenizer*")) or any(cached.glob("vocab.*")):
             return cached
     try:
         if not reachable():
             raise OSError(NO_ANSWER)
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=TOKENIZER_FILES, etag_timeout=PATIENCE))
+        return Path(snapshot_download(name, allow_patterns=TOKENIZER_FILES, etag_timeout=PATIENCE))
     except Exception as error:  # unknown, gated, private, no space: the library's own words say which
         rule = f"is no folder here, and as a name on the hub: {first_line(error)}"
         hint = "use bpe, byte, char or a folder that exists; to work offline, one by AutoTokenizer.save_pretrained"

@@ -1,37 +1,41 @@
 """Makes the token files of a run from its text: once, by one process, and continued after a kill.
 
-Each part of the data becomes a token file in the cache, named by a fingerprint of its files and of the tokenizer.
-Under a file lock, the part's shards are tokenized into a work folder, one token file each, then joined there, and moved
-to their place, the index last. A second process finds the work done. After a kill, only missing shards are made.
+Each part of the data (sources.py) becomes a token file in the cache, named by a fingerprint of its files and of the
+tokenizer. Under a file lock, the part's shards are tokenized into a work folder (tokenizing.py), one token file each,
+then joined there, and moved to their place, the index last. A second process finds the work done. A kill costs the
+shards that were being written.
 """
 
 import fcntl
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megalite.config.derive import BUILT_IN_TOKENIZERS
 from megalite.config.files import open_to_append, private_files, read_bytes, sync_folder
 from megalite.config.schema import Config
 from megalite.data.open import FORMAT, Progress, TokenFiles, check_vocabulary, digest, paths_of
 from megalite.data.token_file import TokenFile, dtype_for, read_facts, with_suffix
-from megalite.data.tokenizers import TextTokenizer, load_tokenizer
+from megalite.data.tokenizers import END, TextTokenizer, byte_letters, load_tokenizer
 from megalite.errors.problems import Problem, UnavailableError, UserError, collect, collect_all, refuse
 from megalite.errors.words import of_system
 from megalite.launch.environment import allow_open_files, usable_cores
 from megalite.prepare.hub import TOKENIZER_FILES, tokenizer_folder
-from megalite.prepare.made_tokenizers import bpe_tokenizer, byte_tokenizer, char_tokenizer
-from megalite.prepare.reading import Shard, pieces
-from megalite.prepare.sources import Source, sources_of
+from megalite.prepare.sources import Shard, Source, pieces, sources_of
 from megalite.prepare.tokenizing import Job, join, tokenize_shards
 
 SAMPLE = 8 << 20  # characters of text that a BPE is trained on
 SAMPLED_SHARDS = 64
+LONG = 8192  # characters: the trainer's time grows with the square of a word's length
+ALIKE = re.compile(r"[^\W\d_]+|\d+|\s+|(?:[^\w\s]|_)+")  # a part of one word: letters, digits, blanks or signs alone
+OUTPUTS = (".json", ".bin", ".tokenizer", ".idx")
 SUMMED = ("tokens", "documents", "skipped_documents", "bytes")  # of all shards, in PREFIX.json
 
 
@@ -67,8 +71,7 @@ def prepare(config: Config, progress: Progress | None = None) -> TokenFiles:
 
 def prepare_file(source: Source, config: Config, prefix: Path, progress: Progress | None = None) -> None:
     """Make the token file `prefix` of one source, wherever the user wants it."""
-    [cached] = targets_of(config, [source])
-    target = Target(source, prefix.absolute(), cached.key)
+    [target] = [replace(target, prefix=prefix.absolute()) for target in targets_of(config, [source])]
     _check_output(target)
     _make(config, [target], progress, "--output")
     _check_output(target)  # another command may have been faster
@@ -117,25 +120,23 @@ def _plans(config: Config, sources: list[Source]) -> list[list[Shard]]:
     if config.tokenizer not in BUILT_IN_TOKENIZERS:
         collect(lambda: named_tokenizer(config.tokenizer), problems)
     refuse(problems)
-    assert plans is not None
-    return plans
+    return plans or []
 
 
 def _check_output(target: Target) -> None:
     """UserError where the token file would lie inside the text, or in the place of files that are not made of the same
     text by the same tokenizer."""
-    prefix = target.prefix
-    for path in target.source.paths:
-        if os.path.isdir(path) and prefix.resolve().is_relative_to(Path(path).resolve()):
-            rule = f"must not be inside data.path={path}, a folder that is read whole"
-            raise UserError(Problem("--output", str(prefix), rule, "a name in another folder"))
-    places = [with_suffix(prefix, ending) for ending in (".json", ".bin", ".tokenizer", ".idx")]
-    taken = [path for path in places if os.path.lexists(path)]
+    prefix, rule = target.prefix, ""
+    taken = [path for ending in OUTPUTS if os.path.lexists(path := with_suffix(prefix, ending))]
     with suppress(UserError):
-        if not taken or (taken[0] == places[0] and read_facts(prefix).fingerprint == target.key):
-            return
-    rule = f"{taken[-1]} is there, and is not made of this text by this tokenizer"
-    raise UserError(Problem("--output", str(prefix), rule, f"--output={prefix}-2, or move it away"))
+        taken = taken if read_facts(prefix).fingerprint != target.key else []
+    if taken:
+        rule = f"{taken[-1]} is there, and is not made of this text by this tokenizer"
+    for folder in filter(os.path.isdir, target.source.paths):
+        if prefix.resolve().is_relative_to(Path(folder).resolve()):
+            rule = f"must not be inside data.path={folder}, a folder that is read whole"
+    if rule:
+        raise UserError(Problem("--output", str(prefix), rule, f"--output={prefix.name}-2 in another folder"))
 
 
 def _make(config: Config, targets: list[Target], progress: Progress | None, setting: str) -> None:
@@ -153,8 +154,8 @@ def _make(config: Config, targets: list[Target], progress: Progress | None, sett
         every = [job for parts in jobs.values() for job in parts]
         total = sum(shard.size for _, shard in every)
         done = dict[Path, Iterable[int]]()  # bytes of text, documents and tokens in the file of a shard, so far
-        for file, shard in every:
-            if is_whole(file):
+        for file, shard in every:  # a damaged part of one that somebody deletes is made again
+            if all(with_suffix(file, suffix).exists() for suffix in (".idx", ".bin", ".json")):
                 done[file] = shard.size, read_facts(file).documents, read_facts(file).tokens
 
         def report() -> None:
@@ -163,6 +164,8 @@ def _make(config: Config, targets: list[Target], progress: Progress | None, sett
                 progress(min(size, total) if total else size, total, documents, tokens)
 
         report()
+        if not jobs:
+            return
         tokenizer = obtain_tokenizer(config, [*jobs], [shard for plan in plans for shard in plan])
         check_vocabulary(config, tokenizer.vocab_size)
         for target, parts in jobs.items():
@@ -181,11 +184,6 @@ def _make(config: Config, targets: list[Target], progress: Progress | None, sett
                     shutil.rmtree(target.work, ignore_errors=True)
                 raise
             _join(target, [file for file, _ in parts], tokenizer)
-
-
-def is_whole(shard: Path) -> bool:
-    """Whether the token file of a shard is complete: a damaged part of it that somebody deletes is made again."""
-    return all(with_suffix(shard, suffix).exists() for suffix in (".idx", ".bin", ".json"))
 
 
 @contextmanager
@@ -209,30 +207,74 @@ def _locked(prefixes: list[Path], setting: str) -> Iterator[None]:
 
 def obtain_tokenizer(config: Config, missing: list[Target], shards: list[Shard]) -> TextTokenizer:
     """The tokenizer that the config names; bpe and char are trained on the shards, unless a killed process has."""
-    if config.tokenizer not in BUILT_IN_TOKENIZERS:
-        return named_tokenizer(config.tokenizer)
     for target in missing:
         if (target.work / "tokenizer" / "tokenizer_config.json").exists():  # written last
             return load_tokenizer(target.work / "tokenizer")
     if config.tokenizer == "byte":
         return byte_tokenizer()
     if config.tokenizer == "char":
-        return char_tokenizer(piece for shard in shards for piece in pieces(shard) if piece)
-    return bpe_tokenizer(sample(shards), config.data.bpe_vocab_size)
+        return char_tokenizer(piece.text for shard in shards for piece in pieces(shard))
+    if config.tokenizer == "bpe":
+        return bpe_tokenizer(sample(shards), config.data.bpe_vocab_size)
+    return named_tokenizer(config.tokenizer)
 
 
 def sample(shards: list[Shard], size: int = SAMPLE) -> Iterator[str]:
     """About `size` characters of text from all over the data, the same on every call."""
     chosen = shards[:: max(1, -(-len(shards) // SAMPLED_SHARDS))]
     for number, shard in enumerate(chosen):
-        share = size // (len(chosen) - number)
-        for piece in pieces(shard):
-            text = (piece or "")[:share]
-            yield text
-            size -= len(text)
-            share -= len(text)
-            if share <= 0:
-                break
+        share, found = size // (len(chosen) - number), pieces(shard)
+        while share > 0 and (piece := next(found, None)):
+            yield piece.text[:share]
+            size -= len(piece.text[:share])
+            share -= len(piece.text)
+
+
+def byte_tokenizer() -> TextTokenizer:
+    """One id per byte of UTF-8, and the end of document: 257 tokens."""
+    backend = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(byte_letters())}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([END])
+    return TextTokenizer(backend, {"eos_token": END})
+
+
+def char_tokenizer(texts: Iterable[str]) -> TextTokenizer:
+    """One id per symbol of the texts, in the symbols' order, and nothing else."""
+    symbols: set[str] = set()
+    for text in texts:
+        symbols.update(text)
+    if not symbols:
+        rule, hint = "there is no symbol in the text: all documents are empty", "give text; check data.text_column"
+        raise UserError(Problem("tokenizer", "char", rule, hint))
+    vocabulary = {symbol: number for number, symbol in enumerate(sorted(symbols))}
+    backend = Tokenizer(models.WordLevel(vocab=vocabulary, unk_token="<|unknown|>"))  # no member: unknown is an error
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    return TextTokenizer(backend, {})
+
+
+def bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> TextTokenizer:
+    """Byte-level BPE (GPT-2's) trained on `texts`; `vocab_size` counts the 256 bytes and the end of document."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator((part for text in texts for part in short_words(text)), trainer)
+    return TextTokenizer(backend, {"eos_token": END})
+
+
+def short_words(text: str) -> Iterator[str]:
+    """The text in parts without a word of more than twice LONG characters."""
+    start = 0
+    for at in range(0, len(text), LONG):
+        if ALIKE.fullmatch(text, at, at + LONG):
+            yield text[start:at]
+            start = at
+    yield text[start:]
 
 
 def _join(target: Target, files: list[Path], tokenizer: TextTokenizer) -> None:

@@ -1,10 +1,8 @@
-"""Tokenizes shards into token files, each visible only when it is whole, in several worker processes.
+"""Tokenizes shards into token files in several worker processes, joins and verifies token files.
 
 Workers are fresh processes, not forks: a fork copies the locks of threads that it does not copy, and libraries here run
-threads. They end with their parent. The first shard that fails stops the rest; shards that are done stay done.
-
-The index of a token file comes last, after everything else is on disk, and a reader refuses data without its index: a
-write that was torn at any instant is invisible. Memory holds some 30 bytes for each document of the file being written.
+threads. The index of a token file comes last, after everything else is on disk, and a reader refuses data without its
+index: a write that was torn at any instant is invisible. Memory holds some 30 bytes for each document of the file.
 """
 
 import json
@@ -17,7 +15,6 @@ from array import array
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -28,21 +25,20 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megalite.config.files import write_atomically
+from megalite.config.files import sync_folder, write_atomically
 from megalite.data.open import Progress
 from megalite.data.samples import IntArray
-from megalite.data.token_file import CODES, HEADER, MAGIC, TokenFile, damaged, dtype_for, with_suffix
+from megalite.data.token_file import CODES, ENTRIES, HEADER, MAGIC, TokenFile, damaged, dtype_for, with_suffix
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UserError
-from megalite.prepare.cuts import CONTEXT, PIECE, cut_for
-from megalite.prepare.reading import Shard, pieces
+from megalite.prepare.cuts import PIECE, Piece, cut_for
+from megalite.prepare.sources import Shard, pieces
 
 LONGEST = 2**31 - 1  # tokens in one sequence: its length is an i32
-COPY = 8 << 20  # tokens that are copied or scanned at once
+SCANNED = 8 << 20  # tokens that are scanned at once
 OF_A_PIECE = 256  # characters that a piece counts for by itself: many short ones take memory, too
 
 Job = tuple[Path, Shard]  # the token file to write, and the text that it is made of
-Piece = tuple[str, str | None]  # the end of what precedes in the document, and what follows (None: its end)
 Counts = tuple[Path, int, int, int]  # a token file, and its bytes of text, documents and tokens so far
 
 tokenizer_of_worker = cache(load_tokenizer)
@@ -52,7 +48,7 @@ def tokenize_shards(jobs: list[Job], tokenizer: TextTokenizer, folder: Path, wor
     """Do all `jobs`; what is done so far. `folder` holds the tokenizer for the workers."""
     if len(jobs) <= 1 or workers <= 1:
         for job in jobs:
-            yield from tokenize_shard(job, tokenizer, 4 * PIECE)  # one process has all cores
+            yield from tokenize_shard(job, tokenizer, 2 * PIECE)  # one process has all cores
         return
     context, others = multiprocessing.get_context("spawn"), multiprocessing.active_children()
     team = ProcessPoolExecutor(min(workers, len(jobs)), context, _begin)
@@ -92,142 +88,103 @@ def _work(job: Job, folder: Path) -> Counts:
 
 def tokenize_shard(job: Job, tokenizer: TextTokenizer, batch: int) -> Iterator[Counts]:
     """Write the token file of one shard, `batch` characters at a time; the counts after each."""
-    target, shard = job
+    (target, shard), dtype = job, dtype_for(tokenizer.vocab_size)
     end = np.array([] if tokenizer.end_of_document is None else [tokenizer.end_of_document], dtype=np.int64)
     size = skipped = 0  # bytes of text, in UTF-8; rows without text
-    with TokenWriter(target, dtype_for(tokenizer.vocab_size)) as writer:
+    tokens = begun = 0  # of all documents; of the one that is being written
+    lengths = array("q")  # tokens of each document
+    with_suffix(target, ".idx").unlink(missing_ok=True)  # it would describe other data
+    with with_suffix(target, ".bin").open("wb") as file:
         for gathered in _batches(pieces(shard, cut_for(tokenizer)), batch):
-            encoded = iter(_encoded(gathered, tokenizer, shard, writer.documents + skipped))
-            for before, text in gathered:
-                if text is not None:
-                    size += len(text.encode())
-                    writer.add(next(encoded))
-                elif before:
-                    writer.add(end)
-                    writer.end_document()
-                else:
-                    skipped += 1
-            yield target, size, writer.documents, writer.tokens
-        found = {"bytes": size, "documents": writer.documents, "tokens": writer.tokens, "skipped_documents": skipped}
-        writer.finish(found)
-    yield target, max(size, shard.size), writer.documents, writer.tokens  # what is not text is done with, too
+            found = [piece for piece in gathered if piece.text]
+            skipped += len(gathered) - len(found)
+            for piece, ids in zip(found, _encoded(found, tokenizer, shard), strict=True):
+                stored = as_stored(np.append(ids, end) if piece.last else ids, dtype)
+                file.write(stored.data)
+                size, tokens, begun = size + len(piece.text.encode()), tokens + len(stored), begun + len(stored)
+                if piece.last:
+                    lengths.append(begun)
+                    begun = 0
+            yield target, size, len(lengths), tokens
+    counts = {"bytes": size, "documents": len(lengths), "tokens": tokens, "skipped_documents": skipped}
+    write_index(target, dtype, np.array(lengths, np.int64), counts)
+    yield target, max(size, shard.size), len(lengths), tokens  # what is not text is done with, too
 
 
-def _batches(found: Iterable[str | None], characters: int) -> Iterator[list[Piece]]:
+def _batches(found: Iterable[Piece], characters: int) -> Iterator[list[Piece]]:
     """The pieces, gathered until they have this many characters."""
-    gathered, before, held = list[Piece](), "", 0
-    for text in found:
-        gathered.append((before, text))
-        before = "" if text is None else text[-CONTEXT:]
-        held += OF_A_PIECE + len(text or "")
+    gathered, held = list[Piece](), 0
+    for piece in found:
+        gathered.append(piece)
+        held += OF_A_PIECE + len(piece.text)
         if held >= characters:
             yield gathered
             gathered, held = [], 0
     yield gathered
 
 
-def _encoded(gathered: list[Piece], tokenizer: TextTokenizer, shard: Shard, document: int) -> list[IntArray]:
-    """The ids of all pieces of text, of which the first belongs to this document of the shard; UserError with the place
-    of the first that the tokenizer refuses."""
+def _encoded(found: list[Piece], tokenizer: TextTokenizer, shard: Shard) -> list[IntArray]:
+    """The ids of the pieces; UserError with the place of the first that the tokenizer refuses."""
     try:
-        return encode_pieces(tokenizer, gathered)
+        return encode_pieces(tokenizer, found)
     except UserError:
-        for piece in gathered:
+        for piece in found:
             try:
                 encode_pieces(tokenizer, [piece])
             except UserError as error:
-                path = shard.paths[document if shard.kind == "text" else 0]
-                place = f"{path}: document {document + 1:,}" + (f" from {shard.start:,} on" if shard.start else "")
+                path = shard.paths[piece.document if shard.kind == "text" else 0]
+                part = f" from {shard.start:,} on" if shard.start else ""
+                place = f"{path}: document {piece.document + 1:,}{part}"
                 raise UserError([replace(it, rule=f"{it.rule}, in {place}") for it in error.problems]) from error
-            document += piece[1] is None
         raise
 
 
-def encode_pieces(tokenizer: TextTokenizer, gathered: list[Piece]) -> list[IntArray]:
-    """The ids of each piece of text, without those of what is before it."""
-    found = [(before, text) for before, text in gathered if text is not None]
-    encoded = tokenizer.encode_many([before + text for before, text in found])
-    for number, (before, _) in enumerate(found):
-        if before:
-            [head] = tokenizer.encode_many([before])
-            if not np.array_equal(encoded[number][: len(head)], head):
-                raise tokenizer.refusal("encodes a part of a long document otherwise than the whole")
-            encoded[number] = encoded[number][len(head) :]
+def encode_pieces(tokenizer: TextTokenizer, found: list[Piece]) -> list[IntArray]:
+    """The ids of each piece, without those of the text before it."""
+    encoded = tokenizer.encode_many([piece.before + piece.text for piece in found])
+    for number, before in ((number, piece.before) for number, piece in enumerate(found) if piece.before):
+        [head] = tokenizer.encode_many([before])
+        if not np.array_equal(encoded[number][: len(head)], head):
+            raise tokenizer.refusal("encodes a part of a long document otherwise than the whole")
+        encoded[number] = encoded[number][len(head) :]
     return encoded
 
 
-class TokenWriter(AbstractContextManager["TokenWriter"]):
-    """Writes a new PREFIX.bin and PREFIX.idx: `add` tokens, `end_document`, and at the end `finish`. In a `with`, it
-    leaves nothing of a file that an error has ended."""
+def as_stored(ids: IntArray, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """The ids as a token file holds them."""
+    if np.any(ids > np.iinfo(dtype).max):  # no assert: python -O would cut the ids
+        raise ValueError(f"token id {ids.max()} does not fit {dtype}")
+    return ids.astype(dtype)
 
-    def __init__(self, prefix: Path, dtype: np.dtype[Any], longest: int = LONGEST) -> None:
-        self.prefix, self.dtype, self.longest = prefix, dtype, longest
-        self.tokens = 0
-        self._open = 0  # tokens of the document that is being written
-        self._lengths, self._boundaries = array("i"), array("q", [0])
-        with_suffix(prefix, ".idx").unlink(missing_ok=True)
-        self._data = with_suffix(prefix, ".bin").open("wb")
-        self.hash = xxhash.xxh3_128()
 
-    def __exit__(self, kind: object, *error: object) -> None:
-        if kind is not None:
-            with_suffix(self.prefix, ".bin").unlink(missing_ok=True)
-            self._data.close()
-
-    @property
-    def documents(self) -> int:
-        return len(self._boundaries) - 1
-
-    def add(self, tokens: npt.NDArray[Any]) -> None:
-        """Append tokens [n] to the open document."""
-        if np.any(tokens > np.iinfo(self.dtype).max):  # no assert: python -O would cut the ids
-            raise ValueError(f"{self.prefix.name}: token id {tokens.max()} does not fit {self.dtype}")
-        self._write(tokens.astype(self.dtype, copy=False))
-        self._open += len(tokens)
-
-    def end_document(self) -> None:
-        """Close the open document."""
-        while self._open > self.longest:
-            self._lengths.append(self.longest)
-            self._open -= self.longest
-        self._lengths.append(self._open)
-        self._boundaries.append(len(self._lengths))
-        self._open = 0
-
-    def append(self, file: TokenFile) -> None:
-        """All documents of a file of the same dtype."""
-        assert file.tokens.dtype == self.dtype, (file.tokens.dtype, self.dtype)
-        for start in range(0, len(file.tokens), COPY):
-            self._write(file.tokens[start : start + COPY])
-        self._boundaries.frombytes((file.boundaries[1:] + len(self._lengths)).tobytes())
-        self._lengths.frombytes(file.lengths[:].tobytes())
-
-    def finish(self, facts: dict[str, Any]) -> None:
-        """Make the file visible, with `facts` in PREFIX.json."""
-        assert self._open == 0, "finish inside a document"
-        lengths, pointers = np.array(self._lengths, dtype="<i4"), np.zeros(len(self._lengths), dtype="<i8")
-        np.cumsum(lengths[:-1].astype(np.int64) * self.dtype.itemsize, out=pointers[1:])
-        header = HEADER.pack(MAGIC, 1, CODES[self.dtype], len(lengths), len(self._boundaries))
-        with self._data:
-            self._data.flush()
-            os.fsync(self._data.fileno())
-        write_atomically(with_suffix(self.prefix, ".json"), json.dumps(facts, indent=1).encode())
-        parts = (lengths, pointers, np.array(self._boundaries, dtype="<i8"))
-        write_atomically(with_suffix(self.prefix, ".idx"), b"".join([header, *(part.tobytes() for part in parts)]))
-
-    def _write(self, tokens: npt.NDArray[Any]) -> None:
-        self.hash.update(tokens.data)
-        self._data.write(tokens.data)
-        self.tokens += len(tokens)
+def write_index(
+    prefix: Path, dtype: np.dtype[Any], documents: IntArray, facts: dict[str, Any], longest: int = LONGEST
+) -> None:
+    """Make PREFIX.bin, of `documents` [documents] tokens each, visible: `facts` go to PREFIX.json, the index comes
+    last."""
+    counts = np.maximum(1, -(-documents // longest))  # sequences of each document
+    boundaries = np.append(0, np.cumsum(counts))
+    lengths = np.full(boundaries[-1], longest)
+    lengths[boundaries[1:] - 1] = documents - (counts - 1) * longest
+    pointers = (np.cumsum(lengths) - lengths) * dtype.itemsize
+    head = HEADER.pack(MAGIC, 1, CODES[dtype], len(lengths), len(boundaries))
+    parts = [part.astype(kind).tobytes() for part, kind in zip((lengths, pointers, boundaries), ENTRIES, strict=True)]
+    sync_folder(with_suffix(prefix, ".bin"))
+    write_atomically(with_suffix(prefix, ".json"), json.dumps(facts, indent=1).encode())
+    write_atomically(with_suffix(prefix, ".idx"), b"".join([head, *parts]))
 
 
 def join(files: Iterable[TokenFile], prefix: Path, dtype: np.dtype[Any], facts: dict[str, Any]) -> None:
     """PREFIX holds the documents of all `files` (of this dtype) in order; `facts` and a hash go to PREFIX.json. `files`
     may open each file when it is asked for: none is kept."""
-    with TokenWriter(prefix, dtype) as writer:
+    content, lengths = xxhash.xxh3_128(), [np.array([], np.int64)]
+    with with_suffix(prefix, ".bin").open("wb") as joined:
         for file in files:
-            writer.append(file)
-        writer.finish(facts | {"xxh3_128": writer.hash.hexdigest()})
+            assert file.tokens.dtype == dtype, (file.tokens.dtype, dtype)
+            content.update(file.tokens.data)
+            joined.write(file.tokens.data)
+            lengths.append(np.add.reduceat(file.lengths, file.boundaries[:-1], dtype=np.int64))  # of their sequences
+    write_index(prefix, dtype, np.concatenate(lengths), facts | {"xxh3_128": content.hexdigest()})
 
 
 def verify(prefix: Path, vocab_size: int | None, progress: Progress | None = None) -> TokenFile:
@@ -240,8 +197,8 @@ def verify(prefix: Path, vocab_size: int | None, progress: Progress | None = Non
         raise UserError(Problem("model.vocab_size", None, rule, "model.vocab_size=N"))
     file.check(file.tokens.nbytes)
     total, width, state = len(file.tokens), file.tokens.dtype.itemsize, xxhash.xxh3_128()
-    for start in range(0, total, COPY):
-        stop = min(start + COPY, total)
+    for start in range(0, total, SCANNED):
+        stop = min(start + SCANNED, total)
         state.update(file.tokens[start:stop].data)
         file.check_range(start, stop, size)
         if progress:

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import Store
 
-from megalite.config.device_rules import graph_obstacles, precision_clashes
+from megalite.config.clashes import clashes
 from megalite.config.layout import exchange_of, layout_of, local_heads, stage_settings
 from megalite.config.nccl_options import read_nccl_options
 from megalite.config.schedule_rules import ScheduleRequest
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, value_of, with_values, yaml_value
 from megalite.context_parallel.exchange import CpGroups, Waiting
+from megalite.data.batches import DataShare
 from megalite.errors.problems import Problem, UserError, collect
 from megalite.launch.context import CPU, ParallelContext
 from megalite.launch.device import (
@@ -196,11 +197,10 @@ def context_ranks(config: Config, context: ParallelContext, waiting: Waiting = n
     return CpGroups(alltoall, ring, exchange_of(config).gathers, sharing, waiting)
 
 
-def data_share(config: Config, context: ParallelContext) -> dict[str, Any]:
-    """The part of each global batch that this rank reads: arguments of the functions that read batches."""
+def data_share(config: Config, context: ParallelContext) -> DataShare:
+    """The part of each global batch that this rank reads."""
     cp = context_ranks(config, context)
-    sequence = CpShard() if cp is None else cp.share
-    return {"dp_rank": context.index("dp"), "dp_size": context.size("dp"), "sequence": sequence}
+    return DataShare(context.index("dp"), context.size("dp"), CpShard() if cp is None else cp.share)
 
 
 def fill_with_start_values(
@@ -224,7 +224,12 @@ USUAL_MFU = 0.4
 
 def precision_problems(config: Config, precision: str) -> list[Problem]:
     """Settings that do not go with the precision that the device has chosen (fp64, fp32, bf16 or fp16)."""
-    return [_problem(config, name, rule, SETTINGS[name].default) for name, rule in precision_clashes(config, precision)]
+    here = f"precision=auto, which is {precision} here"
+    return [
+        _problem(config, names[0], rule.replace("{1}", here), SETTINGS[names[0]].default)
+        for names, rule in clashes(with_values(config, {"precision": precision}))
+        if "precision" in names
+    ]
 
 
 def cuda_problems(config: Config, device: torch.device, environment: ProcessEnvironment) -> list[Problem]:
@@ -253,8 +258,8 @@ def derive_device(config: Config, context: ParallelContext) -> Config:
             raise UserError(_problem(config, ASYNC_TP, f"products that send do not work here: {whys[0]}", False))
     compiles, graph = config.train.compile, value_of(config, CUDA_GRAPH)
     if graph is None:
-        cannot = any(wrong for wrong, *_ in graph_obstacles(config, context.layout.world_size))
-        graph = is_cuda and not cannot and is_small(config, context)
+        can = all(names[0] != CUDA_GRAPH for names, _ in clashes(with_values(config, {CUDA_GRAPH: True})))
+        graph = is_cuda and can and context.layout.world_size == 1 and is_small(config, context)
     chosen = {"precision": name_of(context.dtype), "train.compile": is_cuda if compiles is None else compiles}
     return with_values(config, {**chosen, ASYNC_TP: async_tp, CUDA_GRAPH: graph})
 

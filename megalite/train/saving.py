@@ -27,7 +27,6 @@ from megalite.checkpoint.run_folder import RunFolder
 from megalite.checkpoint.store import BackgroundSaves, CheckpointError, Saved, save
 from megalite.config.files import as_record
 from megalite.config.settings import as_plain
-from megalite.config.step_plan import samples_when_longer
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext, rank0_broadcast
 from megalite.layout.buffer_layout import OwnedRange
@@ -108,7 +107,7 @@ def restore(job: "Job", found: Found) -> None:
     job.seals = state.record
     before, now, consumed = state.config["train"]["seq_length"], job.config.train.seq_length, state.progress.samples
     if before != now:
-        job.progress.samples = samples_when_longer(consumed, before, now)
+        job.progress.samples = -(-consumed * before // now)  # rounded up, so that no token comes twice
         over = job.progress.samples * now - consumed * before
         words = f"{consumed * before:,} tokens of its order; {over:,} are passed over"
         job.log.note(f"the data goes on behind the first {words}")

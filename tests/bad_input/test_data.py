@@ -15,18 +15,18 @@ from tests.bad_input.launching import (
 )
 
 ROWS = [
-    Row("a missing file", "data=text data.path=none.txt", ["none.txt", "no such file", "csv or parquet"]),
+    Row("a missing file", "data=text data.path=none.txt", ["none.txt", "no such file", ".csv"]),
     Row("an empty file", "data=text data.path=e.txt", ["e.txt", "is empty (0 bytes)"], file("e.txt", b"")),
     Row(
         "a binary file that begins as text",
         "data=text data.path=b.txt",
-        ["b.txt", "not UTF-8 text (byte 3,000,000)"],
+        ["b.txt", "is not UTF-8 text"],
         file("b.txt", b"good text\n" * 300_000 + b"\xff\xfe"),
     ),
     Row(
         "a short text",
         "data=text data.path=s.txt",
-        ["/s.txt'", "one sample of 17", "=4 or less"],
+        ["/s.txt'", "one sample of 17", "=5 or less"],
         file("s.txt", b"short"),
     ),
     Row("truncated tokens", " ".join(TOKENS), ["corpus.bin", "has 8,000 bytes", "describes 10,000"], truncated_corpus),

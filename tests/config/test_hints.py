@@ -9,9 +9,8 @@ import yaml  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.config.parallel_rules import LAYOUT_RULES, STAGE_RULES
 from megalite.config.rule import Case, Rule, broken, problems_of
-from megalite.config.rules import RULES
+from megalite.config.rules import LAYOUT_RULES, RULES, STAGE_RULES
 from megalite.config.schema import Config
 from megalite.config.settings import with_values
 

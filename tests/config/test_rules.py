@@ -6,8 +6,8 @@ import shlex
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from megalite.config.clashes import full_name
 from megalite.config.derive import derive
-from megalite.config.rule import full_name
 from megalite.config.rules import check
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, with_values
@@ -25,7 +25,7 @@ BROKEN = [
     ("head_size=33", 1, "head_size", "even"),
     ("hidden_size=252 num_attention_heads=12", 1, "head_size", "21"),
     ("position=learned max_positions=128", 1, "seq_length", "128"),
-    ("rope_scaling_factor=8 rope_original_positions=99 rope_high_frequency_factor=1", 1, HIGH, "must be above"),
+    ("rope_scaling_factor=8 rope_original_positions=99 rope_high_frequency_factor=1", 1, HIGH, "not above"),
     ("attention=flash device=cpu", 1, "attention", "no effect with device=cpu"),
     ("attention=cudnn precision=fp32", 1, "attention", "=auto"),
     ("attention=cudnn dropout=0.1", 1, "attention", "no effect"),
@@ -49,7 +49,7 @@ BROKEN = [
     ("fp8=rowwise head_size=24 num_attention_heads=12 num_key_value_heads=4 tp=4", 4, "fp8", "parallel.tp=1 or 2"),
     ("rope_scaling=yarn", 1, "rope_scaling", "no effect"),
     ("rope_scaling_factor=4", 1, "rope_original_positions", "must be set"),
-    (f"{YARN}0 rope_beta_slow=32", 1, "rope_beta_fast", "must be above"),
+    (f"{YARN}0 rope_beta_slow=32", 1, "rope_beta_fast", "not above"),
     (f"{YARN} rope_theta=1", 1, "rope_theta", "above 1"),
     (f"{YARN} rope_mscale=1", 1, "rope_mscale", "together with model.rope_mscale_all_dim=null"),
     (
@@ -80,7 +80,7 @@ BROKEN = [
     ("tp=2 num_attention_heads=25 hidden_size=1600 position=learned", 4, "num_attention_heads", "not a multiple"),
     ("tp=4 num_attention_heads=12 num_key_value_heads=6 hidden_size=240", 4, "num_key_value_heads", "nor a divisor"),
     ("tp=4 seq_length=102", 4, "seq_length", "100 or 104"),
-    ("async_tp=true", 4, "async_tp", "no effect with parallel.tp=1"),
+    ("async_tp=true", 4, "async_tp", "no effect with parallel.sequence_parallel=false"),
     ("async_tp=true tp=2 compile=false", 2, "async_tp", "train.compile=true"),
     ("async_tp=true tp=2 pp=2 parallel.schedule=zb-h1", 4, "async_tp", "parallel.schedule=zb-h1"),
     ("async_tp=true tp=2 fp8=rowwise", 2, "async_tp", "train.fp8=rowwise"),

@@ -13,16 +13,15 @@ from hypothesis import given
 from hypothesis import settings as sampling
 from hypothesis import strategies as st
 
+from megalite.config.clashes import full_name
 from megalite.config.compose import load_config
 from megalite.config.derive import derive, schedule_request
 from megalite.config.layout import exchange_of
-from megalite.config.rule import full_name
 from megalite.config.rules import check
 from megalite.config.schedule_rules import ScheduleRequest, schedule_flaws
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from megalite.config.settings import SETTINGS, with_values
 from megalite.config.step_plan import batch_ramp
-from megalite.data.samples import Blend, integer_weights
 from megalite.layout.groups import groups_of
 from megalite.layout.parameters import shard_of
 from megalite.layout.ranks import ParallelLayout
@@ -263,17 +262,6 @@ def test_it_follows_heads_documents_and_dropout(
 ) -> None:
     sizes = {"parallel.cp": cp, "model.num_attention_heads": heads, "model.num_key_value_heads": groups}
     assert exchange_of(with_values(Config(), sizes | others)).name == name
-
-
-@pytest.mark.parametrize("precision", ["auto", "fp64"])
-def test_shares_that_no_number_holds_together_are_refused(precision: str) -> None:
-    line = f"data.source=text data.path=[a,b] precision={precision} data.weights="
-    for shares in ("[1.0e+308,1.0e-308]", "[1.0e+308,1]", "[1,1.0e-13]"):
-        assert refused(line + shares, 1) == ["data.weights"]
-    for shares in ("[1.0e+308,1.0e+308]", "[1,1.0e-12]", "[1.0e-300,2.0e-300]"):
-        assert refused(line + shares, 1) == []
-        counts = Blend(integer_weights(yaml.safe_load(shares))).counts(3)
-        assert sum(counts) == 3
 
 
 FLOATS = [name for name, one in SETTINGS.items() if one.kind in (float, list[float]) and one.group != "data"]

@@ -13,7 +13,7 @@ import torch
 from megalite.config.schema import Config
 from megalite.config.step_plan import PlannedStep, batch_ramp, planned_steps
 from megalite.data.batch import Batch
-from megalite.data.batches import TrainBatches, local_batches, validation_batches
+from megalite.data.batches import DataShare, local_batches, train_batches, validation_batches
 from megalite.data.open import OpenedData, open_data
 from megalite.errors.problems import Problem, UserError
 from megalite.prepare.prepare import prepare
@@ -40,7 +40,7 @@ def stream(
     data: OpenedData, config: Config, steps: int, *, rank: int = 0, size: int = 1, start: int = 0
 ) -> list[Batch]:
     plan = planned_steps(config.train, done=start, samples=batch_ramp(config.train).samples_after(start))
-    with TrainBatches(data.train, config, plan, dp_rank=rank, dp_size=size, device=CPU) as batches:
+    with train_batches(data.train, config, plan, CPU, DataShare(rank, size)) as batches:
         return [batch for _ in range(steps) for batch in next(batches).microbatches]
 
 
@@ -90,7 +90,7 @@ def test_what_is_passed_over_is_not_even_read(data: OpenedData, config: Config) 
             read.append(int(indices[0]))
             return data.train.read(indices)
 
-    with TrainBatches(Watched(), config, steps_of(config), dp_rank=0, dp_size=1, device=CPU) as batches:  # type: ignore[arg-type]
+    with train_batches(Watched(), config, steps_of(config), CPU) as batches:  # type: ignore[arg-type]
         trained = [batch for _ in range(5) for batch in next(batches).microbatches]
     assert content(trained) == content(whole[:4] + whole[12:])
     assert not broken & set(read)
@@ -98,7 +98,7 @@ def test_what_is_passed_over_is_not_even_read(data: OpenedData, config: Config) 
 
 def test_the_steps_of_a_run_end_and_so_does_the_thread(data: OpenedData, config: Config) -> None:
     before, steps = threading.active_count(), list(islice(steps_of(config), 3))
-    with TrainBatches(data.train, config, steps, dp_rank=0, dp_size=1, device=CPU) as batches:
+    with train_batches(data.train, config, steps, CPU) as batches:
         assert len(list(batches)) == 3
         assert next(batches, None) is None
     assert threading.active_count() == before
@@ -109,7 +109,7 @@ def test_end_of_document_labels_leave_the_loss_if_asked(tmp_path: Path, config: 
     config.data.path = str(tmp_path / "a.jsonl")
     config.data.mask_end_of_document = True
     opened = open_data(config, prepare(config))
-    with TrainBatches(opened.train, config, steps_of(config), dp_rank=0, dp_size=1, device=CPU) as batches:
+    with train_batches(opened.train, config, steps_of(config), CPU) as batches:
         step = next(batches)
     for batch in step.microbatches:
         assert torch.equal(batch.loss_mask, batch.labels != 256)
@@ -121,12 +121,12 @@ def test_validation_is_the_front_of_the_held_out_tokens_every_time(config: Confi
     config.data.source, config.data.path = "tokens", str(write_tokens("a", [list(range(1000))] * 4))
     source = open_data(config, prepare(config)).validation
     assert source is not None
-    runs = [list(validation_batches(source, config, dp_rank=0, dp_size=1, device=CPU)) for _ in range(2)]
+    runs = [list(validation_batches(source, config, CPU)) for _ in range(2)]
     assert len(runs[0]) == 2  # eval_batches
     assert [content(step) for step in runs[0]] == [content(step) for step in runs[1]]
     inputs = torch.cat([batch.tokens for step in runs[0] for batch in step]).flatten()
     assert torch.equal(inputs, (torch.arange(16 * 16) + 3600) % 1000)
-    shared = [list(validation_batches(source, config, dp_rank=rank, dp_size=2, device=CPU)) for rank in range(2)]
+    shared = [list(validation_batches(source, config, CPU, DataShare(rank, 2))) for rank in range(2)]
     assert content([b for run in shared for step in run for b in step]) == content(
         [b for step in runs[0] for b in step]
     )
@@ -142,7 +142,7 @@ def test_every_held_out_sample_is_evaluated_once_whatever_the_batch_size(
     source = open_data(config, prepare(config)).validation
     assert source is not None
     assert source.without_repeats() == 12
-    shares = [list(validation_batches(source, config, dp_rank=r, dp_size=dp_size, device=CPU)) for r in range(dp_size)]
+    shares = [list(validation_batches(source, config, CPU, DataShare(r, dp_size))) for r in range(dp_size)]
     assert len({len(share) for share in shares}) == 1, "every rank takes part in every batch"
     labels = [batch.labels[batch.loss_mask] for share in shares for microbatches in share for batch in microbatches]
     assert sorted(torch.cat(labels).tolist()) == list(range(801, 801 + 12 * 16))
@@ -153,7 +153,7 @@ def test_a_failure_while_reading_ahead_surfaces_at_its_step(config: Config, writ
     config.train.eval_interval = 0
     data = open_data(config, prepare(config))
     broken = replace(data.train, vocab_size=1)
-    with TrainBatches(broken, config, steps_of(config), dp_rank=0, dp_size=1, device=CPU) as batches:
+    with train_batches(broken, config, steps_of(config), CPU) as batches:
         for _ in range(2):
             refused = next(batches)
             assert "outside the vocabulary of 1" in str(UserError(refused.problems))
@@ -169,7 +169,7 @@ def test_what_stands_in_for_unreadable_batches_has_their_number_and_form_and_no_
     config.data.cross_document_attention = cross_document_attention
     real = [batch.to(device) for batch in stream(data, config, 1, size=size)]
     broken, problems, whole = replace(data.train, vocab_size=1), list[Problem](), config.train.global_batch_size
-    masked = local_batches(broken, config, 0, whole, dp_rank=0, dp_size=size, problems=problems)
+    masked = local_batches(broken, config, range(whole), DataShare(0, size), problems)
     masked = [batch.to(device) for batch in masked]
     assert len(problems) == 1, "the reason is not repeated for every microbatch"
     assert len(masked) == len(real)
@@ -188,7 +188,7 @@ def test_what_stands_in_for_unreadable_batches_has_their_number_and_form_and_no_
 def test_batches_arrive_on_the_device_from_pinned_memory(data: OpenedData, config: Config) -> None:
     cuda = torch.device("cuda", 0)
     expected = stream(data, config, 3)
-    with TrainBatches(data.train, config, steps_of(config), dp_rank=0, dp_size=1, device=cuda) as batches:
+    with train_batches(data.train, config, steps_of(config), cuda) as batches:
         arrived = [batch for _ in range(3) for batch in next(batches).microbatches]
     assert all(batch.tokens.device == cuda for batch in arrived)
     assert all(len(batch.positions) == 1 for batch in arrived)

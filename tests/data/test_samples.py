@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.config.step_plan import samples_when_longer
 from megalite.data.samples import BLOCK, Blend, Part, SampleSource, integer_weights, permute, round_keys
 from megalite.data.token_file import TokenFile
 from megalite.errors.problems import UserError
@@ -103,7 +102,7 @@ def test_longer_samples_in_the_order_of_the_file_repeat_and_skip_no_token(
 ) -> None:
     file = counting(write_tokens, "a", 0, 401)
     labels = source(file, seed=None).read(np.arange(7))[0][:, 1:].ravel()
-    first = samples_when_longer(7, 4, now)
+    first = -(-7 * 4 // now)
     longer = source(file, seed=None, seq_length=now).read(np.arange(first, first + 5))[0][:, 1:].ravel()
     assert labels.tolist() == list(range(1, 29))
     assert longer.tolist() == list(range(29 + passed_over, 29 + passed_over + 5 * now))
@@ -116,7 +115,7 @@ def test_of_a_shuffled_epoch_longer_samples_read_again_the_share_that_was_read(w
         consumed = int(share * 4000)
         read = source(file, vocab_size=16001).read(np.arange(consumed))[0][:, 1:]
         longer = source(file, vocab_size=16001, seq_length=8)
-        rest = longer.read(np.arange(samples_when_longer(consumed, 4, 8), 2000))[0][:, 1:]
+        rest = longer.read(np.arange(consumed // 2, 2000))[0][:, 1:]
         assert abs(len(np.intersect1d(read, rest)) / 16000 - share * (1 - share)) < 0.02
 
 

@@ -9,7 +9,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from megalite.data.tokenizers import END, TextTokenizer, byte_letters, load_tokenizer
 from megalite.errors.problems import UserError
-from megalite.prepare.made_tokenizers import bpe_tokenizer, byte_tokenizer, char_tokenizer
+from megalite.prepare.prepare import bpe_tokenizer, byte_tokenizer
 
 WORDS = {"</s>": 0, "[UNK]": 1, "the": 2, "model": 3, "##l": 4, "a": 5, "<": 6, "/": 7, "s": 8, ">": 9}
 SPELLING = {"</s>": 0, "<": 1, "/": 2, "s": 3, ">": 4, "</": 5, "s>": 6, "a": 7, " ": 8, "\u24e2": 9}
@@ -83,24 +83,13 @@ def test_an_unknown_symbol_has_the_token_for_it_also_where_that_is_special() -> 
     assert TextTokenizer(backend, {"eos_token": "</s>"}).encode("the word a") == [2, 1, 5]
 
 
-@pytest.mark.parametrize("use_regex", [True, False])
-def test_a_sign_that_is_the_end_of_a_document_is_refused_in_a_text(use_regex: bool) -> None:
-    """Without a regular expression the tokenizer is nearly `byte`, whose ids are looked up in a table."""
+def test_a_sign_that_is_the_end_of_a_document_is_refused_in_a_text() -> None:
     backend = Tokenizer(models.BPE({letter: number for number, letter in enumerate(byte_letters())}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer = TextTokenizer(backend, {"eos_token": "!"})
     assert tokenizer.encode("it is") == [*b"it is"]
     with pytest.raises(UserError, match="only the special token '!'"):
         tokenizer.encode("it is !")
-
-
-def test_a_symbol_that_is_the_end_of_a_document_is_refused_in_a_text(tmp_path: Path) -> None:
-    char_tokenizer(["ab\n"]).save(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "\n"}))
-    tokenizer = load_tokenizer(tmp_path)
-    assert (tokenizer.end_of_document, tokenizer.encode("ab")) == (0, [1, 2])
-    with pytest.raises(UserError, match="only the special token"):
-        tokenizer.encode("a\nb")
 
 
 def test_an_end_that_the_normalizer_changes_keeps_the_name_in_the_file(tmp_path: Path) -> None:

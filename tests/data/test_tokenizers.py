@@ -16,8 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from megalite.data.tokenizers import END, TextTokenizer, load_tokenizer
 from megalite.errors.problems import UserError
-from megalite.prepare.made_tokenizers import bpe_tokenizer, byte_tokenizer, char_tokenizer
-from megalite.prepare.prepare import named_tokenizer
+from megalite.prepare.prepare import bpe_tokenizer, byte_tokenizer, char_tokenizer, named_tokenizer
 
 TEXT = 'def f(x):\n    return {"a": x + 1}  # 1 + 1 = 2\n\n\nprint(f(41))\té 日本\r\n' * 30
 KINDS = ("byte", "char", "bpe")
@@ -30,14 +29,12 @@ def make(kind: str) -> TextTokenizer:
 
 
 @given(text=st.text())
-def test_byte_look_up_equals_the_model_that_is_saved(text: str) -> None:
-    tokenizer = byte_tokenizer()
-    assert tokenizer.encode(text) == tokenizer.backend.encode(text).ids == list(text.encode())
+def test_byte_gives_the_bytes(text: str) -> None:
+    assert byte_tokenizer().encode(text) == list(text.encode())
 
 
-def test_char_look_up_equals_the_model_that_is_saved() -> None:
+def test_char_numbers_the_symbols_in_order() -> None:
     tokenizer = char_tokenizer([TEXT])
-    assert tokenizer.encode(TEXT) == tokenizer.backend.encode(TEXT).ids
     assert tokenizer.vocab_size == len(set(TEXT))
     assert tokenizer.encode("".join(sorted(set(TEXT)))) == list(range(tokenizer.vocab_size))
 
@@ -48,8 +45,8 @@ def test_end_of_document_is_a_token_except_for_char() -> None:
     assert char_tokenizer(["ab"]).end_of_document is None
 
 
-def test_an_unknown_character_is_named() -> None:
-    with pytest.raises(UserError, match=r"char tokenizer with 2 tokens.*has no token for 'ß' \(character 2\)"):
+def test_an_unknown_character_is_refused() -> None:
+    with pytest.raises(UserError, match="cannot encode the text"):
         char_tokenizer(["ab"]).encode("abß")
 
 
@@ -70,7 +67,7 @@ def test_the_saved_folder_is_the_same_tokenizer_here_and_in_transformers(kind: s
 
 def test_training_the_same_text_gives_the_same_bpe_in_any_process(tmp_path: Path) -> None:
     code = (
-        "import sys; from megalite.prepare.made_tokenizers import bpe_tokenizer; "
+        "import sys; from megalite.prepare.prepare import bpe_tokenizer; "
         "print(bpe_tokenizer([sys.argv[1]] * 50 + ['x y ' + sys.argv[1]], 500).identity)"
     )
     made = {subprocess.check_output([sys.executable, "-c", code, TEXT]) for _ in range(2)}
@@ -138,44 +135,6 @@ def test_a_tokenizer_that_is_not_there_is_refused() -> None:
 def test_the_end_of_document_of_the_models_files_counts_where_the_tokenizer_names_none(tmp_path: Path) -> None:
     files = NO_EOS | {"config.json": {"eos_token_id": 7}, "generation_config.json": {"eos_token_id": [9, 7]}}
     assert named_tokenizer(folder_with(tmp_path, files)).end_of_document == 9
-
-
-PROBE = "ABC abc\u0301 \ufb01  1 if x:\r\n\t  the 日本 end  "
-
-
-@pytest.mark.parametrize("base", ["byte", "char"])
-@pytest.mark.parametrize("change", ["normalizer", "prefix space", "other ids", "added word", "none"])
-def test_a_foreign_tokenizer_with_our_vocabulary_gives_the_ids_of_its_own(
-    base: str, change: str, tmp_path: Path
-) -> None:
-    vocabulary = sorted(set(PROBE) | set(PROBE.lower()) | {"▁", "\u00e9", "\u0107"})
-    backend = (byte_tokenizer() if base == "byte" else char_tokenizer(vocabulary)).backend
-    if change == "normalizer":
-        backend.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()])
-    elif change == "prefix space":
-        level = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
-        isolated = pre_tokenizers.Sequence([pre_tokenizers.Metaspace(), backend.pre_tokenizer])
-        backend.pre_tokenizer = level if base == "byte" else isolated
-    elif change == "added word":
-        backend.add_tokens(["the"])
-    model = json.loads(backend.to_str())
-    if change == "other ids":
-        model["model"]["vocab"] = {token: number + 3 for token, number in model["model"]["vocab"].items()}
-        model["added_tokens"] = []
-    tokenizer = named_tokenizer(folder_with(tmp_path, NO_EOS | {"tokenizer.json": model}))
-    theirs = tokenizer.backend.encode(PROBE, add_special_tokens=False).ids
-    assert tokenizer.encode(PROBE) == theirs
-    plain = (byte_tokenizer() if base == "byte" else char_tokenizer(vocabulary)).encode(PROBE)
-    assert (theirs == plain) == (change == "none"), "the change must matter"
-    assert (tokenizer.table is not None) == (change == "none")
-
-
-@pytest.mark.parametrize(("kind", "name"), [("byte", "byte"), ("char", "char"), ("bpe", "BPE")])
-def test_a_tokenizer_is_named_as_its_users_name_it(kind: str, name: str, tmp_path: Path) -> None:
-    made = make(kind)
-    made.save(tmp_path)
-    for tokenizer in (made, load_tokenizer(tmp_path)):
-        assert tokenizer.name == f"{name} tokenizer with {made.vocab_size:,} tokens"
 
 
 def test_a_text_of_one_word_trains_a_bpe_in_seconds_and_shorter_words_train_the_same_one() -> None:

@@ -33,7 +33,7 @@ from megalite.launch.device import (
     slow_precision,
     use_attention,
 )
-from megalite.launch.environment import ProcessEnvironment, usable_cores
+from megalite.launch.environment import ProcessEnvironment
 from megalite.train.build import cuda_problems, open_context
 
 SINGLE = ProcessEnvironment()
@@ -89,12 +89,12 @@ FA4 = "pip install flash-attn-4=="
     ("kernels", "dtype", "heads", "words"),
     [
         ("flash", torch.bfloat16, (12, 4, 64), ""),
-        ("flash", torch.float32, (12, 12, 64), "12 query and 12 key-value heads of size 64 in fp32"),
+        ("flash", torch.float32, (12, 12, 64), "Tesla V100.*12 query and 12 key-value heads of size 64 in fp32"),
         ("cudnn", torch.float16, (12, 12, 20), r"size 20 in fp16: .*\n.*fix: train.attention=auto$"),
         ("auto", torch.bfloat16, (12, 4, 64), ""),
         ("auto", torch.float32, (12, 12, 64), r"ValueError: .*\n.*fix: train.attention=flash, or flex$"),
         ("flex", torch.float32, (12, 12, 20), ""),
-        ("fa4", torch.float32, (4, 2, 64), rf"Tesla V100.*\n.*=auto, or {FA4}"),
+        ("fa4", torch.float32, (4, 2, 64), rf".*\n.*=auto, or {FA4}"),
         ("fa4", torch.bfloat16, (4, 2, 64), ""),
     ],
 )
@@ -103,33 +103,32 @@ def test_kernels_of_attention_that_cannot_run_are_refused(
 ) -> None:
     _pretend_cuda(monkeypatch, 1)
     zeros, run = torch.zeros, F.scaled_dot_product_attention
-    activated, tried, chosen = list[str](), list[tuple[Any, ...]](), list[SDPBackend]()
+    tried: list[Any] = []
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, enable_gqa: bool) -> Tensor:
-        tried.append((chosen[-1], q.dtype, (q.shape[1], k.shape[1], q.shape[3])))
+        tried.append((q.dtype, (q.shape[1], k.shape[1], q.shape[3])))
         if q.dtype == torch.float32 or q.shape[3] % 8:
             raise ValueError("no kernel takes these")
         return run(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
 
     def choose(backends: list[SDPBackend], *, set_priority: bool) -> AbstractContextManager[None]:
-        assert set_priority
-        chosen.append(backends[0])
+        tried.append((backends[0], set_priority))
         return nullcontext()
 
     monkeypatch.setattr(torch, "zeros", lambda *shape, **options: zeros(*shape, **options | {"device": CPU}))
     monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
     monkeypatch.setattr(device_module, "sdpa_kernel", choose)
-    monkeypatch.setattr(device_module, "activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(device_module, "activate_flash_attention_impl", tried.append)
     with inductor.patch(deterministic=False, dynamic_scale_rblock=True):
         use_attention(kernels, CPU, dtype, heads)
-        assert activated == tried == []
+        assert tried == []
         with pytest.raises(UserError, match=words) if words else nullcontext():
             use_attention(kernels, GPU, dtype, heads)
         repeats = (inductor.deterministic, not inductor.dynamic_scale_rblock)  # kernels that are not chosen by time
         assert repeats == (kernels == "flex",) * 2
     first = SDPBackend.CUDNN_ATTENTION if kernels in ("auto", "cudnn") else SDPBackend.FLASH_ATTENTION
-    assert tried == ([] if kernels == "flex" else [(first, dtype, heads)])
-    assert activated == (["FA4"] if kernels == "fa4" else [])
+    expected = [*["FA4"] * (kernels == "fa4"), (first, True), (dtype, heads)]
+    assert tried == ([] if kernels == "flex" else expected)
 
 
 def test_a_run_tries_the_kernels_of_attention_with_its_dtype_and_the_heads_of_a_rank(
@@ -174,9 +173,8 @@ def test_auto_is_bf16_on_a_cpu_that_has_instructions_for_it(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx)
-    fast = amx or avx
-    assert choose_precision("auto", CPU) == (torch.bfloat16 if fast else torch.float32)
-    assert bool(slow_precision(torch.bfloat16, CPU)) != fast
+    assert choose_precision("auto", CPU) == (torch.bfloat16 if amx or avx else torch.float32)
+    assert bool(slow_precision(torch.bfloat16, CPU)) != (amx or avx)
     assert not slow_precision(torch.float32, CPU)
 
 
@@ -188,69 +186,46 @@ def test_a_gpu_without_bf16_refuses_it_and_defaults_to_fp32(monkeypatch: pytest.
     assert choose_precision("fp16", GPU) == torch.float16
 
 
-def _threads(monkeypatch: pytest.MonkeyPatch, environment: ProcessEnvironment, variables: dict[str, str]) -> list[int]:
-    """The numbers of threads that `set_threads` gives to torch."""
-    for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    given: list[int] = []
-    monkeypatch.setattr(torch, "set_num_threads", given.append)
-    set_threads(environment)
-    return given
-
-
 TASK = ProcessEnvironment(0, 8, 0, 8, "host", 1, "slurm")
-
-
-@pytest.mark.parametrize(
-    ("cores", "environment", "variables", "threads"),
-    [
-        (32, EIGHT_LOCAL_RANKS, {}, 4),
-        (4, EIGHT_LOCAL_RANKS, {}, 1),
-        (4, TASK, {"SLURM_CPUS_PER_TASK": "4"}, 4),  # bound: it sees only its own
-        (64, TASK, {"SLURM_CPUS_PER_TASK": "4"}, 4),
-        (64, TASK, {}, 8),
-        (64, TASK, {"SLURM_CPUS_ON_NODE": "16"}, 2),  # all that the step was given here
-    ],
-)
-def test_ranks_of_a_node_share_its_cores(
-    monkeypatch: pytest.MonkeyPatch,
-    cores: int,
-    environment: ProcessEnvironment,
-    variables: dict[str, str],
-    threads: int,
-) -> None:
-    monkeypatch.setattr(device_module, "usable_cores", lambda: cores)
-    assert _threads(monkeypatch, environment, variables) == [threads]
-
-
 RANK_OF_TWO = ProcessEnvironment(1, 2, 1, 2, "host", 1, "torchrun")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    ("environment", "omp", "of_torchrun", "kept"),
+    ("cores", "environment", "variables", "of_torchrun", "threads"),
     [
-        (SINGLE, {"OMP_NUM_THREADS": "1"}, {}, True),
-        (RANK_OF_TWO, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "1"}, True),
-        (RANK_OF_TWO, {"OMP_NUM_THREADS": "1"}, {}, False),  # torchrun itself has set it
+        (32, EIGHT_LOCAL_RANKS, {}, {}, [4]),
+        (4, EIGHT_LOCAL_RANKS, {}, {}, [1]),
+        (4, TASK, {"SLURM_CPUS_PER_TASK": "4"}, {}, [4]),  # bound: it sees only its own
+        (64, TASK, {"SLURM_CPUS_PER_TASK": "4"}, {}, [4]),
+        (64, TASK, {}, {}, [8]),
+        (64, TASK, {"SLURM_CPUS_ON_NODE": "16"}, {}, [2]),  # all that the step was given here
+        (64, SINGLE, {"OMP_NUM_THREADS": "1"}, {}, []),
+        (64, RANK_OF_TWO, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "1"}, []),
+        (64, RANK_OF_TWO, {"OMP_NUM_THREADS": "1"}, {}, [32]),  # torchrun itself has set it
     ],
 )
-def test_threads_set_by_the_user_are_kept(
+def test_ranks_of_a_node_share_its_cores_unless_the_user_has_decided(
     monkeypatch: pytest.MonkeyPatch,
+    cores: int,
     environment: ProcessEnvironment,
-    omp: dict[str, str],
+    variables: dict[str, str],
     of_torchrun: dict[str, str],
-    kept: bool,
+    threads: list[int],
 ) -> None:
-    torchrun = subprocess.Popen(["sleep", "60"], env=of_torchrun)
-    monkeypatch.setattr(os, "getppid", lambda: torchrun.pid)
+    torchrun, given = subprocess.Popen(["sleep", "60"], env=of_torchrun), list[int]()
     while not Path(f"/proc/{torchrun.pid}/cmdline").read_bytes().startswith(b"sleep"):
         time.sleep(0.01)  # exec shows the new program's arguments and environment a moment after it closes pipes
+    for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "getppid", lambda: torchrun.pid)
+    monkeypatch.setattr(device_module, "usable_cores", lambda: cores)
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
     try:
-        given = _threads(monkeypatch, environment, omp)
+        set_threads(environment)
     finally:
         torchrun.kill()
         torchrun.wait()
-    assert given == ([] if kept else [max(1, usable_cores() // environment.local_world_size)])
+    assert given == threads

@@ -1,4 +1,5 @@
-"""What a rank takes of its host: it keeps the memory that a step frees, and leaves cores to others."""
+"""What a rank takes of its host: it keeps the memory that a step frees, and leaves cores to others. The workers that
+inductor compiles with hold up no end of a run."""
 
 import ctypes
 import math
@@ -12,6 +13,7 @@ import pytest
 
 from megalite.launch import environment as host
 
+ROOT = Path(__file__).parents[2]
 GLIBC = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt")
 STARTED = """
 from megalite.config.compose import load_config
@@ -61,15 +63,12 @@ def test_who_chose_how_malloc_works_is_left_alone(variables: dict[str, str], lea
     assert least < _faults(STARTED, **variables) < most
 
 
-def test_segments_of_cuda_memory_grow_unless_the_user_has_decided(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_of_cuda_memory_grow_unless_the_user_has_decided(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "is_busy", lambda: False)
-    environ: dict[str, str] = {}
-    host.set_variables(environ)
-    assert environ == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        chosen = {name: ""}
-        host.set_variables(chosen)
-        assert chosen == {name: ""}
+    found = {name: ""} if name else {}
+    host.set_variables(found)
+    assert found == ({name: ""} if name else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"})
 
 
 @pytest.mark.parametrize(("given", "left"), [(None, None), ("1", "8"), ("8", "8"), ("32", "32")])
@@ -77,13 +76,11 @@ def test_cuda_is_not_left_at_a_number_of_queues_that_serialises_streams(
     given: str | None, left: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who exports 1 for Megatron-LM is told so; where no driver is, nobody is."""
-    found = {} if given is None else {host.CUDA_QUEUES: given}
-    monkeypatch.setattr(host, "NVIDIA", tmp_path / "absent")
-    assert host.set_variables(found) == ""
-    assert found.get(host.CUDA_QUEUES) == given
-    monkeypatch.setattr(host, "NVIDIA", tmp_path)
-    assert bool(host.set_variables(found)) == (given != left)
-    assert found.get(host.CUDA_QUEUES) == left
+    for driver, expected in ((tmp_path / "absent", given), (tmp_path, left)):
+        found = {} if given is None else {host.CUDA_QUEUES: given}
+        monkeypatch.setattr(host, "NVIDIA", driver)
+        assert bool(host.set_variables(found)) == (given != expected)
+        assert found.get(host.CUDA_QUEUES) == expected
 
 
 @pytest.mark.parametrize(
@@ -102,3 +99,32 @@ def test_threads_sleep_soon_if_others_need_the_cores(
     environ: dict[str, str] = {}
     host.set_variables(environ)
     assert ("GOMP_SPINCOUNT" in environ) == busy
+
+
+WORKERS = """
+import os, sys, time
+from pathlib import Path
+from torch._inductor.async_compile import AsyncCompile, shutdown_compile_workers
+from megalite.launch.environment import end_compile_workers
+
+end_compile_workers()  # where nothing was compiled
+pool = AsyncCompile.process_pool()
+pids = [pool.process.pid, pool.submit(os.getpid).result()]
+assert all(Path(f"/proc/{pid}").exists() for pid in pids)
+end_compile_workers()
+pool.process.wait(30)  # killed: it would not end by itself while its pipe is open
+deadline = time.monotonic() + 30
+while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+    time.sleep(0.05)
+print([Path(f"/proc/{pid}").exists() for pid in pids], pool.process.returncode)
+pool.shutdown = None  # whoever called it would fail
+print(AsyncCompile.process_pool().submit(os.getpid).result() not in pids)  # whoever compiles again has new ones
+end_compile_workers()
+"""
+
+
+def test_compile_workers_are_killed_and_not_waited_for() -> None:
+    environment = {"PATH": "/usr/bin:/bin", "TORCHINDUCTOR_COMPILE_THREADS": "2", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WORKERS]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[False, False] -9\nTrue\n", "")

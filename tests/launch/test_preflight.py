@@ -84,7 +84,7 @@ def test_the_time_of_a_write_is_the_disk_s_alone(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(preflight_module, "DISK_BYTES", 1 << 10)
     monkeypatch.setattr(preflight_module, "seconds", lambda action, *_: (order.append("begin"), action(), 1.0)[-1])
     monkeypatch.setattr(os, "urandom", lambda size: order.append("random numbers") or bytes(size))
-    preflight_module._measure({}, CPU, tmp_path)
+    preflight_module._Rank(ParallelContext()).measure(tmp_path)
     assert order == ["begin", "begin", "random numbers", "begin"]
 
 
@@ -102,23 +102,23 @@ def other_device(context: ParallelContext) -> ParallelContext:
 
 
 def disk_hangs(context: ParallelContext) -> ParallelContext:
-    preflight_module._write = lambda *_: time.sleep(3600)  # type: ignore[assignment]
+    preflight_module.write = lambda *_: time.sleep(3600)  # type: ignore[assignment]
     return context
 
 
 def disk_is_not_mounted(context: ParallelContext) -> ParallelContext:
-    write = preflight_module._write
-    preflight_module._write = lambda folder, content: write(folder / "runs", content)
+    write = preflight_module.write
+    preflight_module.write = lambda folder, content: write(folder / "runs", content)
     return context
 
 
 def stops_in_measuring(context: ParallelContext) -> ParallelContext:
-    preflight_module._measure = lambda *_: time.sleep(12)  # type: ignore[assignment]
+    preflight_module._Rank.measure = lambda *_: time.sleep(12)  # type: ignore[method-assign]
     return context
 
 
 def stops_before_links(context: ParallelContext) -> ParallelContext:
-    preflight_module._measure_links = lambda *_: time.sleep(12)  # type: ignore[assignment]
+    preflight_module._Rank.measure_links = lambda *_: time.sleep(12)  # type: ignore[method-assign]
     return context
 
 
@@ -165,7 +165,7 @@ preflight.LINK_S, preflight.MEASURE_S, preflight.DISK_BYTES = 3.0, 0.1, 1 << 20
 Gloo = preflight.ProcessGroupGloo
 preflight.ProcessGroupGloo = lambda *place: Gloo(*place[:3], timedelta(seconds=60))
 if "MEGALITE_DEAD" in os.environ:
-    preflight._all_reduce = lambda *_: time.sleep(3600)
+    preflight._Rank.all_reduce = lambda *_: time.sleep(3600)
 main(["--device", "cpu", *sys.argv[1:]])
 """
 

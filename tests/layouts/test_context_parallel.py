@@ -15,7 +15,7 @@ from megalite.config.schema import Config
 from megalite.config.step_plan import planned_steps
 from megalite.context_parallel.attention import _Tiles
 from megalite.data.batch import Batch
-from megalite.data.batches import TrainBatches
+from megalite.data.batches import train_batches
 from megalite.data.open import open_data
 from megalite.data.samples import SampleSource
 from megalite.errors.problems import Problem, UserError
@@ -174,7 +174,7 @@ def refused(context: ParallelContext, config: Config, number: int) -> list[tuple
     if context.rank == number:
         SampleSource.read = unreadable  # type: ignore[method-assign]
     plan, share = planned_steps(config.train, done=0, samples=0), data_share(config, context)
-    with TrainBatches(data.train, config, plan, **share, device=context.device) as batches:
+    with train_batches(data.train, config, plan, context.device, share) as batches:
         found = [
             step(each.microbatches, each.local_tokens, 1e-3, refused=bool(each.problems)).read()
             for each in islice(batches, 2)

@@ -34,7 +34,7 @@ def figures_of(context: ParallelContext, config: Config) -> ValidationMetrics:
     fill_with_start_values(training.buffers, config, context)
     assert data.validation is not None
     share = data_share(config, context)
-    batches = validation_batches(data.validation, config, **share, device=context.device)
+    batches = validation_batches(data.validation, config, context.device, share)
     return evaluate(training, context, batches, data.bytes_of_ids)
 
 
@@ -80,7 +80,7 @@ def test_bytes_are_those_of_the_labels_that_count(texts: list[str], tmp_path: Pa
     assert data.tokenizer is not None
     assert data.validation is not None
     sums, text = Sums(data.bytes_of_ids, CPU), ""
-    for [*batches] in validation_batches(data.validation, config, dp_rank=0, dp_size=1, device=CPU):
+    for [*batches] in validation_batches(data.validation, config, CPU):
         sums.add(torch.zeros(()), batches)
         text += "".join(data.tokenizer.decode(batch.labels[batch.loss_mask].tolist()) for batch in batches)
     figures = sums.metrics()

@@ -16,7 +16,7 @@ from megalite.config.derive import derive, derive_vocabulary
 from megalite.config.schema import Config, MoEConfig
 from megalite.config.settings import as_plain
 from megalite.config.step_plan import batch_ramp, planned_steps
-from megalite.data.batches import TrainBatches, validation_batches
+from megalite.data.batches import train_batches, validation_batches
 from megalite.data.open import open_data
 from megalite.launch.context import ParallelContext
 from megalite.model.routers import Routers
@@ -111,24 +111,18 @@ def train(
         done = found.step
     step = TrainStep(training, config.optimizer, context)
     samples = batch_ramp(config.train).samples_after(done)
-    batches = TrainBatches(
-        data.train,
-        config,
-        planned_steps(config.train, done=done, samples=samples),
-        **data_share(config, context),
-        device=context.device,
-    )
+    plan, share = planned_steps(config.train, done=done, samples=samples), data_share(config, context)
     figures, gradients = [], []
-    for batch in islice(batches, steps):
-        if batch.planned.skipped:
-            continue
-        lr = learning_rate(batch.planned.step - 1, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
-        figures.append(step(batch.microbatches, batch.local_tokens, lr).read())
-        gradients.append(_owned(buffers, buffers.gradients))
-    batches.close()
+    with train_batches(data.train, config, plan, context.device, share) as batches:
+        for batch in islice(batches, steps):
+            if batch.planned.skipped:
+                continue
+            lr = learning_rate(batch.planned.step - 1, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
+            figures.append(step(batch.microbatches, batch.local_tokens, lr).read())
+            gradients.append(_owned(buffers, buffers.gradients))
     training.gather.finish()
     assert data.validation is not None
-    held_out = validation_batches(data.validation, config, **data_share(config, context), device=context.device)
+    held_out = validation_batches(data.validation, config, context.device, share)
     validation = evaluate(training, context, held_out, data.bytes_of_ids)
     if saved is not None:
         about = {"description": "the layouts' text", "fingerprint": "of that text"}

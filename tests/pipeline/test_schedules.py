@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.config.schedule_rules import ScheduleRequest, default_group_size, schedule_flaws
+from megalite.config.schedule_rules import ScheduleRequest, schedule_flaws
 from megalite.pipeline.actions import Schedule, parse_action
 from megalite.pipeline.schedules import forward_only
 from megalite.plan.timeline import in_flight
@@ -89,7 +89,7 @@ def test_no_rank_holds_more_than_its_first_forward_passes(table: Schedule) -> No
 
 @given(pp=st.integers(1, 12), more=st.integers(0, 60))
 def test_any_number_of_microbatches_from_pp_on_has_a_group_size(pp: int, more: int) -> None:
-    size = default_group_size(pp, pp + more)
+    size = ScheduleRequest("interleaved", pp, pp + more, vpp=2).group
     assert size == pp or (pp + more) % pp
     assert pp == 1 or not [*schedule_flaws(ScheduleRequest("interleaved", pp, pp + more, vpp=2, group_size=size))]
 

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from megalite.config.parallel_rules import checked_layout
 from megalite.config.rule import Case
+from megalite.config.rules import checked_layout
 from megalite.config.schema import Config
 from megalite.config.settings import with_values
 from megalite.layout.ranks import ParallelLayout

@@ -84,12 +84,16 @@ def test_every_drawn_rank_has_a_place_of_its_own_in_its_node(world_size: int, gp
 
 @pytest.mark.parametrize(
     ("gpus_per_node", "dp", "pp"),
-    [(8, "inside a node", "8 across nodes"), (12, "4 across nodes", "4 across nodes")],
+    [(8, 0, 8), (12, 4, 4)],
 )
-def test_the_groups_that_leave_a_node_are_counted(gpus_per_node: int, dp: str, pp: str) -> None:
+def test_the_groups_that_leave_a_node_are_counted(gpus_per_node: int, dp: int, pp: int) -> None:
     found = texts(ranks_picture(laid_out(16, tp=4, pp=2), gpus_per_node))
     assert found[0] == "16 ranks: tp 4 x dp 2 x pp 2, order tp-cp-ep-dp-pp"
-    assert found[1:4] == ["tp: 4 groups of 4, inside a node", f"dp: 8 groups of 2, {dp}", f"pp: 8 groups of 2, {pp}"]
+    assert found[1:4] == [
+        "tp: 4 groups of 4, 0 across nodes",
+        f"dp: 8 groups of 2, {dp} across nodes",
+        f"pp: 8 groups of 2, {pp} across nodes",
+    ]
 
 
 def test_a_picture_of_many_ranks_says_what_it_leaves_out_and_one_of_experts_who_holds_them() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megalite.layout.ranks import DEFAULT_ORDER, ParallelLayout, header_lines
 from megalite.layout.stages import StageSettings, stage_layers
-from megalite.plan.ranks import SETS, Groups, groups_of, json_lines, stage_lines, table_lines
+from megalite.plan.ranks import SETS, Groups, as_json, groups_of, stage_lines, table_lines
 from tests.plan.laid_out import laid_out
 
 LARGE = laid_out(16384, tp=8, cp=2, pp=16, ep=64, etp=1)
@@ -58,7 +58,7 @@ def read_tables(lines: list[str]) -> Groups:
 @settings(deadline=None)
 def test_tables_read_back_are_the_json_which_is_the_groups(layout: ParallelLayout, width: int) -> None:
     lines = list(table_lines(groups_of(layout), layout.world_size, width))
-    shown = json.loads("\n".join(json_lines(groups_of(layout), [])))
+    shown = json.loads(as_json(groups_of(layout), []))
     assert read_tables(lines) == shown
     known = SETS if layout.has_experts else {"dense": SETS["dense"], "expert": ()}
     assert shown == {name: {axes: layout.groups(axes) for axes in sets} for name, sets in known.items()}

@@ -22,9 +22,10 @@ from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.prepare import prepare as preparation
-from megalite.prepare.tokenizing import TokenWriter
+from megalite.prepare import tokenizing
 from megalite.train.run import open_training_data
 from tests.bad_input.launching import SMALL, launch_folder, tree
+from tests.data.conftest import write_token_file
 from tests.ranks import run_ranks
 
 __all__ = ["launch_folder"]  # used by every test here
@@ -74,13 +75,7 @@ def not_utf8() -> None:
 
 
 def tokens(dtype: str, ids: list[int], name: str = "corpus", **facts: object) -> Arrange:
-    def arrange() -> None:
-        with TokenWriter(Path(name), np.dtype(dtype)) as writer:
-            writer.add(np.array(ids))
-            writer.end_document()
-            writer.finish(facts)
-
-    return arrange
+    return lambda: write_token_file(Path(name), [ids], np.dtype(dtype), facts)
 
 
 def broken_link() -> None:
@@ -113,11 +108,11 @@ PARQUET = table("a.parquet", text=["abc"] * 99)
 SET = text("set/train.jsonl", GOOD * 10)
 SCAN, BLEND = "--verify data=tokens data.path=corpus", "data=tokens data.path=[a,b]"
 ROWS: list[tuple[str, str, Arrange]] = [  # the command, words of its refusal, what there is
-    ("data=text data.path=none/*.txt", "none/*.txt|matches no file|a quoted", several()),
-    ("data=text data.path=f", "holds no .txt|quoted", text("f/a.pdf", "x")),
-    ("data=text data.path=f", "f/a.txt|no regular file", several(text("f/b.txt", "x"), broken_link)),
+    ("data=text data.path=none/*.txt", "none/*.txt|no such file, and no folder or glob|a quoted", several()),
+    ("data=text data.path=f", "no folder or glob of .txt|quoted", text("f/a.pdf", "x")),
+    ("data=text data.path=f", "f/a.txt|no such file", several(text("f/b.txt", "x"), broken_link)),
     ("data=text data.path=f", "b.txt|is empty", several(text("f/a.txt", "x" * 900), text("f/b.txt", ""))),
-    (f"{A}.txt", "is not UTF-8 text|byte 6,000,000", text("a.txt", "é".encode() * 3_000_000 + b"\xc3")),
+    (f"{A}.txt", "a.txt: is not UTF-8 text", text("a.txt", "é".encode() * 3_000_000 + b"\xc3")),
     (f"{A}.jsonl.gz", "a.jsonl.gz|incorrect header", text("a.jsonl.gz", "no gzip")),
     (f"{A}.csv", "must be one column 'text'|it has: id, body", text("a.csv", "id,body\n1,x\n")),
     (f"{A}.csv", "a.csv|not csv in UTF-8", text("a.csv", b"text\nx\n\xff\n")),
@@ -201,7 +196,7 @@ def test_an_unreadable_file_and_a_full_disk_are_said_plainly(
             raise PermissionError(13, "Permission denied")  # a test that runs as root cannot lack permission
         return opened(self, *args, **settings)
 
-    def full(self: object, tokens: object) -> None:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     for name in ("is_dir", "open"):  # its folder cannot be entered, and it cannot be read
@@ -209,7 +204,7 @@ def test_an_unreadable_file_and_a_full_disk_are_said_plainly(
             patch.setattr(Path, name, refuse)
             with pytest.raises(UserError, match=r"a\.txt.*cannot be read: Permission denied"):
                 preparation.prepare(config)
-    monkeypatch.setattr(TokenWriter, "add", full)
+    monkeypatch.setattr(tokenizing, "as_stored", full)
     with pytest.raises(UserError, match=r"No space left[\s\S]*is kept"):
         preparation.prepare(config)
 

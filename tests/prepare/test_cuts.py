@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from megalite.data.tokenizers import TextTokenizer
 from megalite.prepare import cuts
-from megalite.prepare.cuts import CONTEXT, cut_for, in_pieces
+from megalite.prepare.cuts import cut_for, in_pieces
 from megalite.prepare.tokenizing import encode_pieces
 
 DRAW = random.Random(1)
@@ -77,10 +77,9 @@ def encoded(tokenizer: TextTokenizer, text: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(cuts, "WIDE", 600)
     monkeypatch.setattr(cuts, "PIECE", 5000)
     blocks = [text[at : at + 1700] for at in range(0, len(text), 1700)]
-    parts = [piece for piece in in_pieces(blocks, cut_for(tokenizer)) if piece]
-    assert "".join(parts) == text
-    before = ["", *(part[-CONTEXT:] for part in parts)]
-    return np.concatenate(encode_pieces(tokenizer, [*zip(before[:-1], parts, strict=True)])).tolist(), len(parts)
+    parts = list(in_pieces(blocks, cut_for(tokenizer), 0))
+    assert "".join(piece.text for piece in parts) == text
+    return np.concatenate(encode_pieces(tokenizer, parts)).tolist(), len(parts)
 
 
 @pytest.mark.parametrize("kind", MAKE)

@@ -77,10 +77,10 @@ def test_what_is_not_ours_stays_and_nothing_is_tokenized(
     monkeypatch.setattr(preparation, "tokenize_shards", pytest.fail)
     capfd.readouterr()
     assert make(output) == 2
-    [name] = re.findall(r"fix: --output=(.*), or move it away", capfd.readouterr().err)
+    [name] = re.findall(r"fix: --output=(.*) in another folder", capfd.readouterr().err)
     assert content(place) == before
     monkeypatch.undo()
-    assert make(name, str(place / "books.json")) == 0, "the remedy works"
+    assert make(str(place / "another" / name), str(place / "books.json")) == 0, "the remedy works"
 
 
 @pytest.mark.parametrize("source", ["text", "hf"])

@@ -17,14 +17,14 @@ from megalite.prepare.prepare import named_tokenizer, prepare
 @pytest.fixture
 def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A hub that takes connections and never answers: the slowest way to have no network."""
-    for name in (*hub.OFFLINE, "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+    for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(hub, "PATIENCE", 0.5)
     hub.reachable.cache_clear()
     with socket.create_server(("127.0.0.1", 0)) as server:
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.getsockname()[1]}")
         yield
 
 
@@ -57,22 +57,25 @@ def test_a_tokenizer_without_network_is_refused_in_seconds(name: str) -> None:
 def test_an_answer_is_an_answer_unless_a_proxy_refuses(
     status: int, there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     answer = SimpleNamespace(head=lambda *_, **__: SimpleNamespace(status_code=status))
     monkeypatch.setattr("huggingface_hub.get_session", lambda: answer)
-    assert hub._answers() is there
+    hub.reachable.cache_clear()
+    assert hub.reachable() is there
 
 
 @pytest.mark.usefixtures("silent_server")
 def test_a_resolver_that_hangs_does_not_hold_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_answers", lambda: time.sleep(3) or True)
+    monkeypatch.setattr("huggingface_hub.get_session", lambda: time.sleep(3))
     begin = time.monotonic()
     assert not hub.reachable()
     assert time.monotonic() - begin < 1.5
 
 
 def test_the_offline_switch_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub, "_answers", lambda: True)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    """A data set or tokenizer that is not in the cache is refused at once."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub, "PATIENCE", 60)
     hub.reachable.cache_clear()
+    begin = time.monotonic()
     assert not hub.reachable()
+    assert time.monotonic() - begin < 1.5

@@ -6,7 +6,6 @@ Right values come from Python's csv, or are written down.
 import csv
 import io
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow
@@ -14,20 +13,14 @@ import pytest
 from pyarrow import parquet
 
 from megalite.errors.problems import UserError
-from megalite.prepare.reading import pieces
-from megalite.prepare.sources import Source
+from megalite.prepare.sources import Source, pieces
 
 
 def texts(source: Source) -> list[str]:
     """The documents, all shorter than a piece; "" for a row without text."""
-    return ["" if text is None else text for shard in source.plan() for text in documents(pieces(shard))]
-
-
-def documents(found: Iterator[str | None]) -> Iterator[str | None]:
-    for piece in found:
-        yield piece
-        if piece is not None:
-            assert next(found) is None
+    found = [piece for shard in source.plan() for piece in pieces(shard)]
+    assert all(piece.last for piece in found)
+    return [piece.text for piece in found]
 
 
 def of_file(path: Path, content: bytes | str) -> Source:

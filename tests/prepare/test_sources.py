@@ -15,16 +15,14 @@ from pyarrow import parquet
 from megalite.errors.problems import UserError
 from megalite.prepare import sources
 from megalite.prepare.cuts import PIECE, behind_a_word, in_pieces
-from megalite.prepare.reading import Shard, pieces
-from megalite.prepare.sources import Source
+from megalite.prepare.sources import Shard, Source, pieces
 
 
 def texts(source: Source) -> list[str]:
-    """The documents, each whole."""
-    found = [
-        list(group) for shard in source.plan() for _, group in itertools.groupby(pieces(shard), lambda it: it is None)
-    ]
-    return ["".join(group) for group in found if group[0] is not None]
+    """The documents with text, each whole."""
+    shards = [itertools.groupby(pieces(shard), lambda piece: piece.document) for shard in source.plan()]
+    found = ["".join(piece.text for piece in document) for shard in shards for _, document in shard]
+    return [text for text in found if text]
 
 
 def write_jsonl(path: Path, rows: list[object]) -> None:
@@ -110,7 +108,7 @@ def test_a_folder_that_cannot_be_looked_into_is_refused() -> None:
 def test_missing_and_empty_texts_are_skipped_and_half_characters_mended(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"text": None}, {"text": ""}, {"text": "a\ud83d"}, {"text": "b"}])
     (shard,) = Source("text", (str(tmp_path / "a.jsonl"),)).plan()
-    assert list(pieces(shard)) == [None, None, "a\ufffd", None, "b", None]
+    assert [piece.text for piece in pieces(shard)] == ["", "", "a\ufffd", "b"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
@@ -145,32 +143,19 @@ def test_a_data_set_of_the_hubs_kind_is_read_through_datasets(
     assert texts(source) == [f"{number}.{row}" for number in range(3) for row in range(4)]
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_a_data_set_that_was_saved_to_disk_is_read(tmp_path: Path, streaming: bool) -> None:
-    import datasets
-
-    rows = datasets.Dataset.from_dict({"text": ["one", "two"]})
-    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "set")
-    assert texts(Source("hf", (str(tmp_path / "set"),), streaming=streaming)) == ["one", "two"]
-    for choice in ({"split": "test"}, {"subset": "web"}):
-        with pytest.raises(UserError, match="saved with the splits train and no subsets"):
-            texts(Source("hf", (str(tmp_path / "set"),), streaming=streaming, **choice))
-    rows.save_to_disk(tmp_path / "part")
-    assert texts(Source("hf", (str(tmp_path / "part"),), streaming=streaming)) == ["one", "two"]
-
-
 def test_pieces_of_a_long_text_join_to_the_text_and_begin_behind_a_word(tmp_path: Path) -> None:
     line = "some words of text, and é\n  indented\n\nafter a gap\n"
     content = line * (3 * PIECE // len(line))
     (tmp_path / "a.txt").write_text(content)
-    *found, end = list(pieces(Shard("text", (str(tmp_path / "a.txt"),))))
+    found = list(pieces(Shard("text", (str(tmp_path / "a.txt"),))))
     assert len(found) > 2
-    assert end is None
-    assert "".join(found) == content
-    for before, after in itertools.pairwise(found):
-        assert before[-1].isalnum()
-        assert after[0].isspace()
-    assert list(in_pieces([content], behind_a_word)) == [*found, None]
+    assert [piece.last for piece in found] == [False] * (len(found) - 1) + [True]
+    assert "".join(piece.text for piece in found) == content
+    for piece, after in itertools.pairwise(found):
+        assert piece.text.endswith(after.before)
+        assert piece.text[-1].isalnum()
+        assert after.text[0].isspace()
+    assert list(in_pieces([content], behind_a_word, 0)) == found
 
 
 def test_a_changed_file_has_another_identity(tmp_path: Path) -> None:
