@@ -121,8 +121,8 @@ def open_context(config: Config, environment: ProcessEnvironment, store: Store |
     timeout_s, layout = axes.startup_timeout_s, layout_of(config, environment.world_size)
     store = meet(environment, device, problems, plan, timeout_s=timeout_s, store=store)
     assert layout is not None, "a rank with problems has been refused"
-    place, timeout_s = (layout, environment.rank, device, dtype, store), after_report_s(timeout_s)
-    return join(*place, timeout_s=timeout_s, needs=needs_of(config), nccl=nccl)
+    place = ParallelContext(layout, environment.rank, device, dtype, store=store)
+    return join(place, timeout_s=after_report_s(timeout_s), needs=needs_of(config), nccl=nccl)
 
 
 def needs_of(config: Config) -> GroupNeeds:
