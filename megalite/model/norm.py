@@ -39,9 +39,9 @@ class _CpuRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.to(statistics_dtype(x.dtype))
-        norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-        scale = norms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        wide: Tensor = x.to(statistics_dtype(x.dtype))
+        norms: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale: Tensor = norms.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         return (wide * scale).mul_(weight.to(wide.dtype)).to(x.dtype)
 
