@@ -50,7 +50,6 @@ from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.optim.rank_buffers import rank_buffers, records_of
 from megalite.optim.zero import GradientSync, ParameterGather, ReplicaGroups
 from megalite.pipeline.executor import Executor
-from megalite.pipeline.microbatch_graph import MicrobatchGraph
 from megalite.pipeline.schedules import build_schedule, forward_only
 from megalite.pipeline.transfers import Direction
 from megalite.tensor_parallel.collectives import TensorGroup
@@ -168,7 +167,7 @@ def build_training(config: Config, context: ParallelContext) -> Training:
         partial(forward_only, axes.pp, axes.vpp),
         sync.expect_last,
         clock.switch,
-        MicrobatchGraph(chunks[0]) if config.train.cuda_graph else None,
+        graph=bool(config.train.cuda_graph),
     )
     scale = LossScale(settings, context.device) if context.dtype == torch.float16 else None
     optimizer = make_optimizer(buffers, config, context)

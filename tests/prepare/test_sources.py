@@ -121,7 +121,8 @@ def test_rows_are_read_once_whatever_the_shards(
         write_jsonl(path, [{"id": number, "content": row} for number, row in enumerate(rows)])
     else:
         parquet.write_table(pyarrow.table({"id": range(100), "content": rows}), path, row_group_size=9)
-    monkeypatch.setattr(sources, "shard_size", lambda total: size)
+    monkeypatch.setattr(sources, "SMALLEST", size)
+    monkeypatch.setattr(sources, "LARGEST", size)
     source = Source("text", (str(path),), column="content")
     assert (len(source.plan()) > 5) == (size < 10**9)
     assert texts(source) == rows
@@ -137,7 +138,8 @@ def test_a_data_set_of_the_hubs_kind_is_read_through_datasets(
     folder.mkdir()
     for number in range(3):
         write_jsonl(folder / f"train-{number}.jsonl", [{"text": f"{number}.{row}"} for row in range(4)])
-    monkeypatch.setattr(sources, "shard_size", lambda total: 50)
+    monkeypatch.setattr(sources, "SMALLEST", 50)
+    monkeypatch.setattr(sources, "LARGEST", 50)
     source = Source("hf", (str(folder),), streaming=streaming)
     assert len(source.plan()) > 1
     assert texts(source) == [f"{number}.{row}" for number in range(3) for row in range(4)]
