@@ -19,7 +19,8 @@ from megalite.launch import watchdog
 from megalite.launch.context import LONGEST_PAUSE_S, ParallelContext
 from megalite.launch.watchdog import SAVES, Doing, Watchdog, find_cause, summary
 from megalite.train.build import open_context
-from tests.launch.test_startup import cpu_config, environment, free_port
+from tests.bad_input.launching import free_port
+from tests.launch.test_startup import cpu_config, environment
 from tests.ranks import run_ranks
 
 PATIENCE_S = 0.6
