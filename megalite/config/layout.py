@@ -56,12 +56,11 @@ def stage_settings(config: Config, split_rank: int | None = None) -> StageSettin
 
 @dataclass(frozen=True)
 class Exchange:
-    """How cp = ring x alltoall ranks share a sequence, and why. `gathers`: blocks are gathered, not passed round."""
+    """How cp = ring x alltoall ranks share a sequence. `gathers`: blocks are gathered, not passed round."""
 
     alltoall: int
     ring: int
     gathers: bool = False
-    why: str = "as set"
 
     @property
     def name(self) -> str:
@@ -80,16 +79,12 @@ def exchange_of(config: Config) -> Exchange:
     if kind == "alltoall+ring":
         size = config.parallel.cp_alltoall or max((size for size in sizes if size < cp), default=1)
         return Exchange(size, max(1, cp // size))
-    if kind == "alltoall":
+    if kind == "alltoall" or drops_probabilities(config) or (documents and cp in sizes):  # dropout needs whole rows
         return Exchange(cp, 1)
-    if drops_probabilities(config):
-        return Exchange(cp, 1, why="dropout of attention's probabilities needs whole rows of them")
-    if documents:
-        if cp in sizes:
-            return Exchange(cp, 1, why="heads divide, and each rank computes whole documents")
-        return Exchange(1, cp, gathers=True, why="only the keys of the same document are fetched")
+    if documents:  # only the keys of the same document are fetched
+        return Exchange(1, cp, gathers=True)
     best = min(sizes, key=lambda size: sent_elements(config, size, cp // size))
-    return Exchange(best, cp // best, why="it sends least")
+    return Exchange(best, cp // best)
 
 
 def sent_elements(config: Config, alltoall: int, ring: int) -> float:

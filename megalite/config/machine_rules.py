@@ -18,7 +18,7 @@ from megalite.config.derive import BUILT_IN_TOKENIZERS, looks_like_path, run_dir
 from megalite.config.files import OWN, STATUS, absolute, output_problems, run_dir_problems
 from megalite.config.nccl_options import read_nccl_options
 from megalite.config.schema import Config
-from megalite.errors.problems import Problem, UserError
+from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.errors.words import nearest
 
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
@@ -109,12 +109,11 @@ def trackers_can_be_used(config: Config) -> Iterator[Problem]:
     if variable and not (log.wandb or mode):
         remedy = "WANDB_MODE=online, offline or disabled, or leave it out"
         yield Problem("WANDB_MODE", variable, "is not a mode in which one process can write a run", remedy)
-    if mode in ("offline", "online") and not is_installed("wandb"):
-        name, remedy = "log.wandb" if log.wandb else "WANDB_MODE", "pip install wandb, or log.wandb=disabled"
-        yield Problem(name, mode, "the package wandb is not installed", remedy, here=True)
-    if log.tensorboard and not is_installed("tensorboard"):
-        remedy = "pip install tensorboard, or log.tensorboard=false"
-        yield Problem("log.tensorboard", True, "the package tensorboard is not installed", remedy, here=True)
+    asked = {"wandb": mode not in (None, "disabled"), "tensorboard": log.tensorboard}
+    for package, off in (("wandb", "disabled"), ("tensorboard", "false")):
+        if asked[package] and not is_installed(package):
+            rule, remedy = f"the package {package} is not installed", f"pip install {package}, or log.{package}={off}"
+            yield Problem(f"log.{package}", NO_VALUE, rule, remedy, here=True)
     if not WANDB_PROJECT.fullmatch(log.wandb_project):
         rule = "wandb takes 1 to 128 characters and none of / \\ # ? % :"
         yield Problem("log.wandb_project", log.wandb_project, rule, "log.wandb_project=megalite")

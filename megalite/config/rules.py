@@ -11,29 +11,17 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from megalite.config import layout
 from megalite.config.clashes import NO_EFFECT, clashes, full_name
 from megalite.config.derive import NAME, schedule_request
-from megalite.config.layout import (
-    AXES,
-    STAGE_NAMES,
-    axis_sizes,
-    dense_ranks,
-    drops_probabilities,
-    exchange_of,
-    exchanges_heads,
-    layout_of,
-    least_world,
-    local_heads,
-    stage_settings,
-)
 from megalite.config.machine_rules import MACHINE_RULES
 from megalite.config.rule import Case, Found, Rule, broken, problems_of, routes, speaks_of
 from megalite.config.schedule_rules import schedule_flaws
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, bounds, outside, with_values
 from megalite.config.step_plan import batch_ramp, ramp_flaw
-from megalite.errors.problems import Problem, refuse
-from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, EXPERT_NAME, ParallelLayout, strides_of
+from megalite.errors.problems import Problem
+from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, EXPERT_NAME, strides_of
 from megalite.layout.stages import stage_counts
 
 BLOCK = 16  # tokens: the shortest piece of a ring's sequence that fills the rows of a matrix unit
@@ -80,12 +68,6 @@ def check(config: Config, world_size: int, doubtful: Collection[str] = ()) -> li
     problems += problems_of(Case(judged, world_size), RULES, refused)
     found = (problem for rule in MACHINE_RULES for problem in rule(judged))
     return problems + [problem for problem in found if not speaks_of([problem.setting], refused)]
-
-
-def checked_layout(case: Case) -> ParallelLayout:
-    """The layout that the config asks for, or a UserError with everything that is wrong with it."""
-    refuse(problems_of(case, LAYOUT_RULES))
-    return layout_of(case.config, case.world_size)
 
 
 def unused(config: Config) -> list[str]:
@@ -169,17 +151,15 @@ def experts_are_chosen_and_placed(case: Case) -> Iterator[Found]:
 
 
 def names_are_file_names(case: Case) -> Iterator[Found]:
-    model, run = case.config.model.name, case.config.run_name
-    rule = "must be 1 to 64 of a-z, A-Z, 0-9, '.', '_' and '-', a letter or digit first"
-    yield not MODEL_NAME.fullmatch(model), "model.name", rule
-    rule = "must be 1 to 100 letters, digits and ._=+-, no dot or sign first"
-    yield run is not None and not NAME.fullmatch(run), "run_name", rule
+    for name, pattern in (("model.name", MODEL_NAME), ("run_name", NAME)):
+        value = case.given(name)
+        yield value is not None and not pattern.fullmatch(value), name, f"must match {pattern.pattern}"
 
 
 def kernels_can_run(case: Case) -> Iterator[Found]:
     """A fp8 product takes weights of which both sizes are multiples of 16, on each rank of tp."""
     config, model, tp = case.config, case.derived.model, case.config.parallel.tp
-    tiles = config.train.attention != "auto" and config.parallel.cp > 1 and exchange_of(config).ring > 1
+    tiles = config.train.attention != "auto" and config.parallel.cp > 1 and layout.exchange_of(config).ring > 1
     yield tiles, "attention cp_comm cp", "has no effect with {1}, whose ranks compute tiles of their own"
     if config.train.fp8 is None:
         return
@@ -244,16 +224,16 @@ def vocabulary_holds_the_tokens(case: Case) -> Iterator[Found]:
 
 def axes_have_places(case: Case) -> Iterator[Found]:
     """Activations flow along one pipeline, so dense layers and experts must agree which stages are neighbours."""
-    axes, sizes = case.config.parallel, axis_sizes(case.config, case.world_size)
+    axes, sizes = case.config.parallel, layout.axis_sizes(case.config, case.world_size)
     named = axes.order.split("-")
     yield axes.vpp > 1 and axes.pp == 1, "vpp pp", "virtual stages divide the stages of a pipeline, and {1} has none"
-    if sorted(named) != sorted({*named} & {*AXES}):
-        yield True, "order", f"must name axes of {', '.join(AXES)}, in lower case and none twice"
+    if sorted(named) != sorted({*named} & {*layout.AXES}):
+        yield True, "order", f"must name axes of {', '.join(layout.AXES)}, in lower case and none twice"
         return
-    large = [axis for axis in AXES if max(sizes[axis], sizes[EXPERT_NAME.get(axis, axis)]) > 1]
+    large = [axis for axis in layout.AXES if max(sizes[axis], sizes[EXPERT_NAME.get(axis, axis)]) > 1]
     missing = [axis for axis in large if axis not in named]
     yield missing, "order", f"has no place for {', '.join(missing)} of sizes above 1"
-    if axes.pp > 1 and routes(case) and case.world_size % least_world(case.config) == 0 and not missing:
+    if axes.pp > 1 and routes(case) and case.world_size % layout.least_world(case.config) == 0 and not missing:
         dense, expert = (strides_of(axes.order, sizes, known)["pp"] for known in (DENSE_AXES, EXPERT_AXES))
         rule = f"neighbouring stages are {dense} ranks apart for dense layers, {expert} for experts"
         yield dense != expert, "order", rule
@@ -261,7 +241,10 @@ def axes_have_places(case: Case) -> Iterator[Found]:
 
 def stages_hold_all_layers(case: Case) -> Iterator[Found]:
     """Settings that place the same layers clash; the others must place each layer once."""
-    settings, names = stage_settings(case.config, case.split_rank), {**STAGE_NAMES, "split_rank": "split_rank"}
+    settings, names = (
+        layout.stage_settings(case.config, case.split_rank),
+        {**layout.STAGE_NAMES, "split_rank": "split_rank"},
+    )
     for clashing, others in settings.clashes.items():
         shown = " and ".join(case.show(names[other]) for other in others)
         yield True, " ".join(names[one] for one in (clashing, *others)), f"cannot be combined with {shown}"
@@ -280,7 +263,7 @@ def stages_hold_all_layers(case: Case) -> Iterator[Found]:
 def batches_suit_ranks_and_schedule(case: Case) -> Iterator[Found]:
     """The full batch does, and if it does, all smaller ones of a ramp."""
     train, request = case.config.train, schedule_request(case.config, case.world_size)
-    dp, rest = divmod(case.world_size, dense_ranks(case.config))
+    dp, rest = divmod(case.world_size, layout.dense_ranks(case.config))
     unit, sizes, flaw = (train.micro_batch_size or 1) * max(1, dp), batch_ramp(train).sizes, ramp_flaw(train)
     uneven = next((size for size in sizes if size % unit and not rest), 0)
     full, flaws = bool(uneven) and sizes[-1] % unit > 0, [*schedule_flaws(request)]
@@ -306,10 +289,10 @@ def ranks_hold_equal_shares(case: Case) -> Iterator[Found]:
     yield apart, "num_key_value_heads tp num_attention_heads", "neither a multiple nor a divisor of {1}"
     mlp = len(model.expert_layers) < model.num_layers
     yield mlp and model.ffn_hidden_size % tp, "model.ffn_hidden_size tp", "not a multiple of {1}"
-    sizes, replicas = axis_sizes(config, case.world_size), dict[str, int]()
-    if zero and case.world_size % dense_ranks(config) == 0:
+    sizes, replicas = layout.axis_sizes(config, case.world_size), dict[str, int]()
+    if zero and case.world_size % layout.dense_ranks(config) == 0:
         replicas["dp x cp"] = sizes["dp"] * sizes["cp"]
-    if zero and case.world_size % least_world(config) == 0 and routes(case):
+    if zero and case.world_size % layout.least_world(config) == 0 and routes(case):
         replicas["edp"] = sizes["edp"]
     for name, ranks in replicas.items():
         yield ranks % config.optimizer.instances, f"instances tp pp {ranks}", f"does not divide {name} = {ranks}"
@@ -318,15 +301,15 @@ def ranks_hold_equal_shares(case: Case) -> Iterator[Found]:
 def context_ranks_can_exchange(case: Case) -> Iterator[Found]:
     """Pieces of a sequence are equal, a ring's fill a block, heads divide over ranks that swap them, and dropout needs
     whole rows."""
-    config, axes, exchange = case.config, case.derived.parallel, exchange_of(case.config)
-    (heads, groups), cp, kind, size = local_heads(config), axes.cp, axes.cp_comm, axes.cp_alltoall
+    config, axes, exchange = case.config, case.derived.parallel, layout.exchange_of(case.config)
+    (heads, groups), cp, kind, size = layout.local_heads(config), axes.cp, axes.cp_comm, axes.cp_alltoall
     pieces = (axes.tp if axes.sequence_parallel else 1) * (1 if cp == 1 else 2 * cp)
     rule = f"not a multiple of {pieces}, its pieces with {{1}} and {{2}}"
     yield config.train.seq_length % pieces, f"seq_length cp tp sequence_parallel {pieces}", rule
     if cp == 1:  # other rules say that the settings have no effect
         return
     have, both = f"the {heads} query and {groups} key-value heads of a rank", kind == "alltoall+ring"
-    drops, divides = drops_probabilities(config), exchanges_heads(config, exchange.alltoall)
+    drops, divides = layout.drops_probabilities(config), layout.exchanges_heads(config, exchange.alltoall)
     product = 1 < exchange.alltoall < cp and cp % exchange.alltoall == 0
     yield size and not both, "cp_alltoall cp_comm", "has no effect with {1}"
     yield kind == "alltoall" and not divides, "cp_comm cp", f"{have} do not divide over {{1}}"
