@@ -1,8 +1,4 @@
-"""What a config needs of this machine: folders, packages, variables; other ranks may see others.
-
-log.wandb says whether a run is shown at wandb, else the variable WANDB_MODE. Without both, a run is shown where a key
-is set up.
-"""
+"""What a config needs of this machine: folders, packages, variables; other ranks may see others."""
 
 import glob
 import os
@@ -19,7 +15,6 @@ from megalite.config.files import OWN, STATUS, absolute, output_problems, run_di
 from megalite.config.nccl_options import read_nccl_options
 from megalite.config.schema import Config
 from megalite.errors.problems import NO_VALUE, Problem, UserError
-from megalite.errors.words import nearest
 
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -40,12 +35,10 @@ def tokenizer_exists(config: Config) -> Iterator[Problem]:
     name, folder = config.tokenizer, Path(absolute(config.tokenizer))
     if name in BUILT_IN_TOKENIZERS or (name and folder.is_dir()):
         return
-    if looks_like_path(name):
-        yield Problem("tokenizer", name, f"there is no folder {folder}", "a transformers tokenizer's folder", here=True)
-    elif not HUB_NAME.fullmatch(name):
-        hint = f"tokenizer={near}, or " if (near := nearest(name, BUILT_IN_TOKENIZERS)) else ""
-        remedy = f"{hint}one of {', '.join(BUILT_IN_TOKENIZERS)}, a folder, or a name like gpt2 or owner/name"
-        yield Problem("tokenizer", name, "neither built in, nor a folder, nor the form of a hub name", remedy)
+    if (is_path := looks_like_path(name)) or not HUB_NAME.fullmatch(name):
+        rule = f"there is no folder {folder}" if is_path else "neither built in, nor a folder, nor a possible hub name"
+        remedy = f"{', '.join(BUILT_IN_TOKENIZERS)}, the folder of a transformers tokenizer, or a name like owner/name"
+        yield Problem("tokenizer", name, rule, remedy, here=is_path)
 
 
 def places_can_be_used(config: Config) -> Iterator[Problem]:
@@ -94,7 +87,7 @@ def status_file_is_free(config: Config) -> Iterator[Problem]:
 
 
 def asked_mode(setting: str | None, variables: Mapping[str, str]) -> str | None:
-    """The mode of wandb that the user asks for; None: nothing, or a WANDB_MODE that means nothing."""
+    """The mode of wandb by log.wandb, else by WANDB_MODE. None: neither says one, so a key that is set up decides."""
     return setting or WANDB_MODES.get(variables.get("WANDB_MODE", ""))
 
 

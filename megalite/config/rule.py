@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from math import isqrt, prod
+from math import prod
 from typing import Any
 
 from megalite.config.clashes import full_name
@@ -34,7 +34,7 @@ RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 TRIED, OFFERED, WAYS = 80, 3, 4  # values of one setting, those of them that are offered, and settings
 NEAR = 32  # whole numbers that far away are tried
-LARGEST_DIVISOR = 1 << 16  # of huge numbers, not all divisors are looked for
+LARGEST_DIVISOR = 1 << 12
 
 Row = tuple[Any, ...]  # setting, relation, others; and, if need be, in which cases
 Found = tuple[Any, str, str]  # whether it is wrong, words, sentence
@@ -172,6 +172,5 @@ def _whole_numbers(value: int, others: Sequence[int]) -> list[Any]:
     for one in {*others, prod(others)}:
         first = max(1, value // one - 1)
         found |= {times * one for times in range(first, first + OFFERED + 2)}
-        small = [part for part in range(1, min(isqrt(one), LARGEST_DIVISOR) + 1) if one % part == 0]
-        found |= {*small, *(one // part for part in small)}
+        found |= {part for part in range(1, min(one, LARGEST_DIVISOR) + 1) if one % part == 0}
     return sorted(found, key=lambda number: (abs(number - value), number))

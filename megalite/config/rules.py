@@ -28,8 +28,7 @@ BLOCK = 16  # tokens: the shortest piece of a ring's sequence that fills the row
 ROUNDED = [one for one in SETTINGS.values() if one.kind in (float, list[float]) and one.group != "data"]
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
-# Settings that stay at their defaults unless a switch has the value needed, or a larger number: without it they have no
-# effect.
+# A switch, the value of it that is needed (or a larger number), and settings that have no effect without it.
 Inert = tuple[str, Any, str]
 EXPERTS = "model.moe.num_experts"
 INERT: list[Inert] = [
@@ -40,7 +39,8 @@ INERT: list[Inert] = [
     ("rope_scaling", "llama3", "rope_low_frequency_factor rope_high_frequency_factor"),
     ("rope_scaling", "yarn", "rope_beta_slow rope_beta_fast rope_truncate rope_attention_factor"),
     ("rope_scaling", "yarn", "rope_mscale rope_mscale_all_dim"),
-    ("cp", 2, "cp_comm cp_alltoall"),
+    ("cp", 2, "cp_comm"),
+    ("cp_comm", "alltoall+ring", "cp_alltoall"),
     ("num_experts", 1, "ep"),
     ("score", "softmax", "pre_softmax"),
     ("precision", "fp16", "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
@@ -131,13 +131,12 @@ def experts_are_chosen_and_placed(case: Case) -> Iterator[Found]:
         moe_outputs = "moe" in case.config.train.recompute_modules
         yield moe_outputs, "recompute_modules num_experts", "moe has no effect with {1}"
         return
-    softmax, learns = moe.score == "softmax", k > 1 or case.config.checkpoint.init_from is not None
-    after = softmax and not moe.pre_softmax  # the choice: over the chosen experts alone
+    learns = k > 1 or case.config.checkpoint.init_from is not None
+    after = moe.score == "softmax" and not moe.pre_softmax  # the choice: over the chosen experts alone
     few = chosen <= groups and experts // groups * chosen < k <= experts
     dropped = moe.capacity_factor is not None and moe.capacity_factor * k < 1
     yield few, "top_k top_k_groups num_groups num_experts", "above the experts of a token's groups ({1}, {2}, {3})"
     yield dropped, "capacity_factor top_k", "with {1} all experts together take fewer than one choice of each token"
-    yield softmax and moe.expert_bias_rate, "expert_bias_rate score", "with {1} a bias moves the scores of all experts"
     yield after and not learns, "top_k pre_softmax score", "a softmax over one expert is 1 and learns nothing ({1})"
     sums = "the softmax over the chosen experts has the sum 1 as it is ({1})"
     yield after and not moe.normalize_weights, "normalize_weights pre_softmax score", sums
@@ -188,10 +187,8 @@ def numbers_are_held_as_asked(case: Case) -> Iterator[Found]:
     """fp32 rounds no number to nothing or out of bounds. A precision of auto is judged where the device has chosen."""
     config, optimizer, betas = case.config, case.config.optimizer, case.config.optimizer.betas
     small = optimizer.moment_dtype == "bf16" and betas and 1 - 2**-8 <= betas[0] < 1  # half an ulp of bf16
-    above = config.precision == "fp16" and optimizer.min_loss_scale > optimizer.initial_loss_scale
     yield len(betas) != 2, "betas", "must be two numbers"
     yield small, "moment_dtype betas", "with {1} a step takes less of the first moment than bf16 rounds away"
-    yield above, "min_loss_scale initial_loss_scale", "above {1}"
     for setting in ROUNDED if config.precision != "fp64" else ():
         value = case.given(setting.name)
         numbers = value if isinstance(value, list) else [] if value is None else [value]
@@ -241,10 +238,8 @@ def axes_have_places(case: Case) -> Iterator[Found]:
 
 def stages_hold_all_layers(case: Case) -> Iterator[Found]:
     """Settings that place the same layers clash; the others must place each layer once."""
-    settings, names = (
-        layout.stage_settings(case.config, case.split_rank),
-        {**layout.STAGE_NAMES, "split_rank": "split_rank"},
-    )
+    settings = layout.stage_settings(case.config, case.split_rank)
+    names = {**layout.STAGE_NAMES, "split_rank": "split_rank"}
     for clashing, others in settings.clashes.items():
         shown = " and ".join(case.show(names[other]) for other in others)
         yield True, " ".join(names[one] for one in (clashing, *others)), f"cannot be combined with {shown}"
@@ -265,8 +260,8 @@ def batches_suit_ranks_and_schedule(case: Case) -> Iterator[Found]:
     train, request = case.config.train, schedule_request(case.config, case.world_size)
     dp, rest = divmod(case.world_size, layout.dense_ranks(case.config))
     unit, sizes, flaw = (train.micro_batch_size or 1) * max(1, dp), batch_ramp(train).sizes, ramp_flaw(train)
-    uneven = next((size for size in sizes if size % unit and not rest), 0)
-    full, flaws = bool(uneven) and sizes[-1] % unit > 0, [*schedule_flaws(request)]
+    uneven = next((size for size in sizes if size % unit), 0)
+    full, flaws = not rest and sizes[-1] % unit, [*schedule_flaws(request)]
     rule = f"not a multiple of {unit}, a micro-batch for each data-parallel rank"
     yield full, f"global_batch_size micro_batch_size world_size {unit}", rule
     for name, rule in flaws:
@@ -284,23 +279,21 @@ def batches_suit_ranks_and_schedule(case: Case) -> Iterator[Found]:
 def ranks_hold_equal_shares(case: Case) -> Iterator[Found]:
     """Layers are cut over tp, key-value heads cut or copied; the optimizer's instances divide its replicas."""
     config, model, tp = case.config, case.derived.model, case.config.parallel.tp
-    heads, groups, zero = model.num_attention_heads, model.num_key_value_heads, config.optimizer.zero
+    heads, groups, world = model.num_attention_heads, model.num_key_value_heads, case.world_size
     apart = heads % groups == 0 and groups != heads and groups % tp and tp % groups
     yield apart, "num_key_value_heads tp num_attention_heads", "neither a multiple nor a divisor of {1}"
     mlp = len(model.expert_layers) < model.num_layers
     yield mlp and model.ffn_hidden_size % tp, "model.ffn_hidden_size tp", "not a multiple of {1}"
-    sizes, replicas = layout.axis_sizes(config, case.world_size), dict[str, int]()
-    if zero and case.world_size % layout.dense_ranks(config) == 0:
-        replicas["dp x cp"] = sizes["dp"] * sizes["cp"]
-    if zero and case.world_size % layout.least_world(config) == 0 and routes(case):
-        replicas["edp"] = sizes["edp"]
-    for name, ranks in replicas.items():
-        yield ranks % config.optimizer.instances, f"instances tp pp {ranks}", f"does not divide {name} = {ranks}"
+    sizes = layout.axis_sizes(config, world)
+    replicas = [("dp x cp", sizes["dp"] * sizes["cp"], layout.dense_ranks(config))]
+    replicas += [("edp", sizes["edp"], layout.least_world(config))] if routes(case) else []
+    for name, ranks, unit in replicas if config.optimizer.zero else ():
+        rest = world % unit == 0 and ranks % config.optimizer.instances
+        yield rest, f"instances tp pp {ranks}", f"does not divide {name} = {ranks}"
 
 
 def context_ranks_can_exchange(case: Case) -> Iterator[Found]:
-    """Pieces of a sequence are equal, a ring's fill a block, heads divide over ranks that swap them, and dropout needs
-    whole rows."""
+    """Pieces of a sequence are equal, a ring's fill a block, and heads divide over ranks that swap them."""
     config, axes, exchange = case.config, case.derived.parallel, layout.exchange_of(case.config)
     (heads, groups), cp, kind, size = layout.local_heads(config), axes.cp, axes.cp_comm, axes.cp_alltoall
     pieces = (axes.tp if axes.sequence_parallel else 1) * (1 if cp == 1 else 2 * cp)
@@ -309,19 +302,17 @@ def context_ranks_can_exchange(case: Case) -> Iterator[Found]:
     if cp == 1:  # other rules say that the settings have no effect
         return
     have, both = f"the {heads} query and {groups} key-value heads of a rank", kind == "alltoall+ring"
-    drops, divides = layout.drops_probabilities(config), layout.exchanges_heads(config, exchange.alltoall)
+    divides = layout.exchanges_heads(config, exchange.alltoall)
     product = 1 < exchange.alltoall < cp and cp % exchange.alltoall == 0
-    yield size and not both, "cp_alltoall cp_comm", "has no effect with {1}"
-    yield kind == "alltoall" and not divides, "cp_comm cp", f"{have} do not divide over {{1}}"
+    swap, refused = exchange.alltoall == cp and not both, "attention_dropout cp" if kind == "auto" else "cp_comm cp"
+    yield swap and not divides, refused, f"an exchange of heads is needed, and {have} do not divide over {{1}}"
     rule = f"{{1}} must be a product of two sizes above 1, over the first of which divide {have}"
     yield both and not (product and divides), "cp_alltoall cp cp_comm" if size else "cp_comm cp", rule
     tokens, rest = divmod(config.train.seq_length, 2 * exchange.ring)
     rule = f"leaves {{1}} pieces of {tokens} tokens, shorter than a block of {BLOCK}"
     yield exchange.ring > 1 and not rest and tokens < BLOCK, f"seq_length cp cp_comm {2 * exchange.ring * BLOCK}", rule
     rule = "with {1} no rank has whole rows of probabilities to drop from"
-    yield drops and exchange.ring > 1, "attention_dropout cp_comm cp", rule
-    rule = f"needs an exchange of heads, and {have} do not divide over {{1}}"
-    yield drops and kind == "auto" and not divides, "attention_dropout cp", rule
+    yield case.derived.model.attention_dropout and exchange.ring > 1, "attention_dropout cp_comm cp", rule
 
 
 LAYOUT_RULES: tuple[Rule, ...] = (
@@ -344,6 +335,7 @@ RULES: tuple[Rule, ...] = (
     ("recompute_layers", "above", "num_layers"),
     ("warmup_steps", "above", "train.steps"),
     ("min_lr", "above", "optimizer.lr"),
+    ("min_loss_scale", "above", "initial_loss_scale", lambda case: case.config.precision == "fp16"),
     ("num_attention_heads", "not a multiple of", "tp"),
     ("vocab_multiple", "below", "tp"),  # a small vocabulary, padded to it, might leave a rank without rows
     *(*LAYOUT_RULES, *EXPERT_RULES, *STAGE_RULES, *SCHEDULE_RULES),
