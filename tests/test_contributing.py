@@ -18,7 +18,7 @@ PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 WORK = """
 from pathlib import Path
 from megalite.config.settings import SETTINGS
-from megalite.prepare.reading import pieces
+from megalite.prepare.sources import pieces
 from megalite.prepare.sources import Source
 from megalite.pipeline.checker import check
 from megalite.config.schedule_rules import ScheduleRequest

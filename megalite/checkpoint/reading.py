@@ -142,17 +142,14 @@ def _read_all(folder: Path, saved: Mapping[str, StoredTensor], pieces: Sequence[
 
 
 def _read(file: BufferedReader, box: StoredBox, piece: Piece, common: Sequence[range]) -> None:
-    """Fill what a stored box and a piece have in `common` from the shortest range of the file that holds all of
-    it, straight into the piece where the elements lie there in the same order."""
+    """Fill what a stored box and a piece have in `common` from the shortest range of the file that holds all of it."""
     inside = [slice(places.start - at, places.stop - at) for places, at in zip(common, piece.offsets, strict=True)]
     target = piece.tensor.detach()[tuple(inside)]
     strides = [prod(box.sizes[dim + 1 :]) for dim in range(len(box.sizes))]  # of the stored box, in elements
     skipped = sum((at.start - first) * stride for at, first, stride in zip(common, box.offsets, strides, strict=True))
     reach = sum((len(places) - 1) * stride for places, stride in zip(common, strides, strict=True)) + 1
-    direct = target.device.type == "cpu" and target.is_contiguous() and reach == target.numel()
-    elements = target if direct else torch.empty(reach, dtype=target.dtype)
+    elements = torch.empty(reach, dtype=target.dtype)
     file.seek(box.start + skipped * target.itemsize)
-    if file.readinto(elements.view(-1).view(torch.uint8).numpy().data) < elements.nbytes:
+    if file.readinto(elements.view(torch.uint8).numpy().data) < elements.nbytes:
         raise OSError(errno.EIO, "the file ends too early", file.name)
-    if not direct:
-        target.copy_(elements.as_strided(target.shape, strides))
+    target.copy_(elements.as_strided(target.shape, strides))

@@ -17,7 +17,6 @@ import os
 import secrets
 import shutil
 import socket
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -60,65 +59,41 @@ _WITH_LENGTH = (_LENGTH, "model.rope_")  # may change where the sequence length 
 
 
 class RunLock:
-    """A lock that names this job as its `holder`, and beats until it is released.
+    """The kernel's lock on a file that names this job as its `holder`. It ends with the process, killed or not.
 
-    On one host the kernel's lock on the file (flock) decides: it ends with the process. Another host may not see it.
-    There a lock whose modification time stands still while we watch belongs to a dead job: clocks may disagree.
+    Where the file system has no such locks, the job that started last has it: the other one finds that it has `lost`.
     """
 
-    def __init__(self, path: Path, *, beat_s: float = 5.0, patience_s: float = 25.0) -> None:
-        """Take the lock at `path`. UserError where a live job has it, OSError where the file cannot be written.
-        `patience_s`: several beats, so that a slow file server is not taken for a dead job."""
-        self.path, holder = path, holder_of(path)
-        self._file = open_to_append(path)
-        if self._is_held_by(holder, patience_s):
+    def __init__(self, path: Path) -> None:
+        """Take the lock at `path`. UserError where a live job has it, OSError where the file cannot be written."""
+        self.path, self._file = path, open_to_append(path)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             self._file.close()
-            known = ", ".join(f"{name} {value}" for name, value in holder.items() if value)
+            known = ", ".join(f"{name} {value}" for name, value in holder_of(path).items() if value)
             remedy = "wait for that job, stop it, or set another run_dir"
-            raise UserError(Problem("run_dir", str(path.parent), f"it is in use by another job: {known}", remedy))
+            problem = Problem("run_dir", str(path.parent), f"it is in use by another job: {known}", remedy)
+            raise UserError(problem) from None
+        except OSError:
+            pass
         started, job = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.environ.get("SLURM_JOB_ID")
         self.holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": started, "job": job}
         self._file.truncate(0)
         self._file.write(json.dumps(self.holder) + "\n")
         os.fsync(self._file.fileno())
-        self._stop = threading.Event()
-        threading.Thread(target=self._beat, args=(beat_s,), name="run lock", daemon=True).start()
 
     def lost(self) -> str | None:
-        """Why the file no longer names this job, None if it does. A job on another host may have taken it for dead."""
+        """Why the file no longer names this job, None if it does."""
         is_ours = holder_of(self.path) == self.holder
         return None if is_ours else f"the run folder {self.path.parent} was taken over by another job, or was moved"
 
     def release(self) -> None:
         """Give the lock back, leaving an empty file: deleting it would race with the next job's opening it."""
-        self._stop.set()
         with contextlib.suppress(OSError):  # the run is over, whatever its disk says
             if self.lost() is None:
                 self._file.truncate(0)
             self._file.close()
-
-    def _is_held_by(self, holder: dict[str, Any], patience_s: float) -> bool:
-        """Whether the kernel knows a process that has the lock, or the holder on another host is seen to beat."""
-        here = socket.gethostname()
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # the file system has no such locks: the heartbeat decides on this host, too
-            here = ""
-        if not holder or holder.get("host") == here:
-            return False
-        deadline, times = time.monotonic() + patience_s, set[int]()
-        while len(times) < 2 and time.monotonic() < deadline:
-            with open(self.path, "rb") as file:  # opened anew, so that NFS asks the server
-                times.add(os.fstat(file.fileno()).st_mtime_ns)
-            time.sleep(min(1.0, patience_s / 10))
-        return len(times) > 1
-
-    def _beat(self, beat_s: float) -> None:
-        while not self._stop.wait(beat_s):
-            with contextlib.suppress(OSError):  # a server that is away for a while is no reason to stop training
-                os.utime(self.path)
 
 
 def holder_of(path: Path) -> dict[str, Any]:

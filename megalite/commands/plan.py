@@ -20,7 +20,7 @@ from megalite.config.layout import STAGE_NAMES, dense_ranks, layout_of, stage_se
 from megalite.config.rule import Case, problems_of
 from megalite.config.schema import A_YEAR_S
 from megalite.config.settings import with_values
-from megalite.errors.problems import NO_VALUE, REFUSED, Problem, UserError, refuse, to_stderr
+from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse, to_stderr
 from megalite.layout.ranks import header_lines
 from megalite.layout.stages import stage_layers
 from megalite.optim.rank_buffers import bytes_of_rank, rank_buffers
@@ -29,7 +29,7 @@ from megalite.pipeline.schedules import build_schedule
 from megalite.plan.buffers_table import buffer_lines
 from megalite.plan.ranks import as_json, groups_of, ranks_picture, stage_lines, table_lines
 from megalite.plan.timeline import FORWARD_PASSES, schedule_picture, simulated
-from megalite.verify.shrink import vocabulary_of
+from megalite.verify.shrink import load, vocabulary_of
 
 LABELS = {"world_size": "--world-size", "split_rank": "--pp-split-rank"}
 SIZES = ("tp", "cp", "pp", "vpp", "ep", "etp")
@@ -152,13 +152,14 @@ def verify(options: Namespace, overrides: list[str]) -> Shown:
     mostly 2. Nothing stays.
     Exit status: 0 the layout computes the same, 1 it does not (or a rank failed or hung), 2 refused.
     """
-    from megalite.verify import verify as verification
+    config, world_size = load(overrides, options.world_size, options.dp)
+    from megalite.verify import verify as verification  # and torch
     from megalite.verify.running import RunFailure
 
-    config, world_size = verification.load(overrides, options.world_size, options.dp)
     try:
         lines, equal = verification.verify(config, world_size, train_rank, options.timeout)
     except RunFailure as failure:
-        to_stderr(str(failure) if failure.status == REFUSED else f"FAIL: {failure}")
-        return Shown(status=failure.status)
+        words, status = failure.args
+        to_stderr(words)
+        return Shown(status=status)
     return Shown(lines, 0 if equal else 1)

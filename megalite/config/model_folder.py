@@ -31,11 +31,13 @@ def imported_model_settings(folder: str | Path) -> dict[str, Any]:
     whose value is wrong, or else with every key that they cannot say."""
     path, found = Path(folder, "config.json"), read_model_file(Path(folder))
     family = FAMILIES[found["model_type"]]
-    keys = {name: key for key, name in family.names(found).items()}
+    keys = {name: key for key, name in family.names.items() if key in found}
 
     def problem(key: str, value: Any, rule: str, hint: str = HINT) -> Problem:
         return Problem(f"{path}: {key}", value, rule, hint, here=True)
 
+    numbers = {name: found[key] for name, key in keys.items() if type(found[key]) in (int, float)}
+    refuse([problem(*misfit) for misfit in _misfits(numbers, keys)])  # before anything counts that many layers
     try:
         beyond = [*family.beyond(found)]
         settings = {} if beyond else family.settings(found)

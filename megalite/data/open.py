@@ -121,13 +121,10 @@ def _tokenizer(config: Config, files: list[TokenFile], given: TextTokenizer | No
     folders = [with_suffix(file.prefix, ".tokenizer") for file in files]
     saved = [load_tokenizer(folder) if folder.is_dir() else None for folder in folders]
     identities = [it.identity if it else file.facts.tokenizer for it, file in zip(saved, files, strict=True)]
-    if len({*identities} - {None}) > 1:
-        rule = f"the parts were made with different tokenizers: {', '.join(file.prefix.name for file in files)}"
-        raise UserError(Problem("data.path", config.data.path, rule, "prepare all parts with one tokenizer"))
-    if given and any(identity not in (None, given.identity) for identity in identities):
-        rule = f"is another tokenizer than the one that made {files[0].prefix.name}"
-        hint = f"tokenizer={folders[0]}, or prepare the data again with this one"
-        raise UserError(Problem("tokenizer", config.tokenizer, rule, hint))
+    if len({*identities, given and given.identity} - {None}) > 1:
+        rule = "the parts were made with different tokenizers, or with another one than tokenizer names"
+        hint = f"tokenizer={folders[0]}, or prepare all parts with one tokenizer"
+        raise UserError(Problem("data.path", config.data.path, rule, hint))
     return given or next(filter(None, saved), None)
 
 

@@ -10,6 +10,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,16 +33,12 @@ from megalite.launch.device import DTYPES
 from megalite.model.flops import active_parameters, parameter_count
 from megalite.train.history import read_metrics
 
-MAX_SHARD_SIZE = "5GB"  # of one file; transformers' own
 CARD = Path(__file__).with_name("model_card.md")
 
 
-def export_checkpoint(
-    model: SavedModel, folder: Path, precision: str = "auto", max_shard_size: str = MAX_SHARD_SIZE
-) -> int:
-    """Write `folder` from an opened checkpoint of a run, with its tokenizer and a model card: the step of the
-    checkpoint. Exported are the masters, rounded to `precision` (auto: that of the run): to the bit the parameters that
-    it computes with."""
+def export_checkpoint(model: SavedModel, folder: Path, precision: str = "auto", max_shard_size: str = "5GB") -> int:
+    """Write a run's masters, rounded to `precision` (auto: that of the run), its tokenizer and a model card to
+    `folder`. The result is the step of the checkpoint."""
     if model.state is None:
         rule = "it is a model of transformers already"
         raise UserError(Problem("model", str(model.folder), rule, "name the folder of a run"))
@@ -63,14 +60,13 @@ def export_model(
     dtype: torch.dtype,
     context_length: int,
     end_of_document: int | None = None,
-    others: Mapping[str, bytes] | None = None,
-    max_shard_size: str = MAX_SHARD_SIZE,
+    others: Mapping[str, bytes] = MappingProxyType({}),
+    max_shard_size: str = "5GB",
 ) -> None:
     """Write `folder` (new or empty): the model and, by name, `others`. The inverse of `import_model`.
 
-    `values` are (logical name, tensor of the logical shape on any device) in the order of `gpt_parameters(config)`;
-    they are rounded to `dtype`. `config` is resolved (no None left). `context_length` is what a family with rotary
-    positions says of its length, `end_of_document` the token that ends a text, and so stands before the next one.
+    `values` are (logical name, tensor of the logical shape on any device) in the order of `gpt_parameters(config)`,
+    which is resolved (no None left); they are rounded to `dtype`. Rotary positions go up to `context_length`.
     """
     require_new(folder)
     family = family_of(config)
@@ -82,7 +78,8 @@ def export_model(
     except (ValueError, OverflowError) as error:
         raise UserError(Problem("max shard size", max_shard_size, str(error), "5GB or 500MB, for example")) from error
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_document)  # absent: the family's first model's
-    described = _described(config, family, context_length) | ends | {"dtype": str(dtype).removeprefix("torch.")}
+    settings = settings_of(config) | ({"max_positions": context_length} if config.position == "rope" else {})
+    described = family.describe(settings) | ends | {"dtype": str(dtype).removeprefix("torch.")}
     texts: dict[str, Any] = {"config.json": described, "generation_config.json": ends}
     if plan.is_sharded:
         metadata = plan.metadata | {"total_parameters": sum(tensor.numel() for tensor in empty.values())}
@@ -91,7 +88,7 @@ def export_model(
     unfinished, parts = draft_of(folder.resolve()), defaultdict[str, dict[str, Tensor]](dict)
     try:
         unfinished.mkdir(parents=True)
-        for name, content in {**contents, **(others or {})}.items():
+        for name, content in {**contents, **others}.items():
             (unfinished / name).write_bytes(content)
         for name, tensor in _tensors(values, by_parameter, dtype):
             file = plan.tensor_to_filename[name]
@@ -108,16 +105,6 @@ def export_model(
         raise UserError(Problem("folder", str(folder), f"it cannot be written: {error}", remedy)) from error
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _described(config: ModelConfig, family: Family, context_length: int) -> dict[str, Any]:
-    """What config.json says of the model."""
-    described = {**family.describe(settings_of(config)), "architectures": [family.architecture]}
-    if config.position == "rope":  # transformers 4 takes YaRN's factor from the length
-        stretched = config.rope_scaling == "yarn" and config.rope_scaling_factor > 1
-        longer = round(config.rope_scaling_factor * config.rope_original_positions) if stretched else 0
-        described["max_position_embeddings"] = longer or context_length
-    return described
 
 
 def _tensors(
@@ -170,16 +157,15 @@ def model_card(model: SavedModel, metrics: Mapping[str, Any]) -> bytes:
     assert state is not None
     paths = data.path if isinstance(data.path, list) else [data.path or ""]
     names = [*paths, data.subset, data.split] if data.source == "hf" else [Path(path).name for path in paths]
-    text = Environment(undefined=StrictUndefined, trim_blocks=True, finalize=in_a_table, keep_trailing_newline=True)
-    card = text.from_string(CARD.read_text(encoding="utf-8")).render(
+    page = Environment(undefined=StrictUndefined, trim_blocks=True, finalize=in_a_table, keep_trailing_newline=True)
+    card = page.from_string(CARD.read_text(encoding="utf-8")).render(
         vars(config),
-        config=config,
         progress=state.progress,
         has_tokenizer=model.tokenizer_folder is not None,
         family=family_of(config.model),
         parameters=parameter_count(config.model),
         active=active_parameters(config.model),
-        data="; ".join(filter(None, [", ".join(filter(None, names)), state.data.description])),
+        text="; ".join(filter(None, [", ".join(filter(None, names)), state.data.description])),
         start=f"the weights of {Path(begun).name}" if begun else f"seed {config.seed}",
         metrics={name: value for name, value in metrics.items() if value is not None},
     )

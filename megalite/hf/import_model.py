@@ -83,11 +83,13 @@ def import_model(
         experts = {"moe.ffn_hidden_size": settings["ffn_hidden_size"], "moe.num_shared_experts": 0}
         experts |= {"moe.num_experts": 0} if settings["bias"] else {}
         others |= {name: value for name, value in experts.items() if attrgetter(name)(config) != value}
-    problems = []
-    for name, value in others.items():
-        setting, rule = f"model.{name}", f"is {value} in the model of {folder}"
-        problems.append(Problem(setting, attrgetter(name)(config), rule, f"{setting}={yaml_value(value)}"))
-    refuse(problems)
+    rule = f"is another in the model of {folder}"
+    refuse(
+        [
+            Problem(f"model.{name}", attrgetter(name)(config), rule, f"model.{name}={yaml_value(value)}")
+            for name, value in others.items()
+        ]
+    )
     stored, wanted = _stored_tensors(folder, family.prefix), sources(family, config)
     refuse([*_misfits(folder, stored, wanted, ignored={HEAD} if config.tie_embeddings else set())][:MOST_NAMED])
     if config.tie_embeddings and HEAD in stored:  # transformers uses it, whatever config.json says

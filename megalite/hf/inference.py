@@ -1,8 +1,8 @@
 """What a saved model computes: its loss on data, and text. Files, ids and mathematics are those of training.
 
-On a run's own validation part the losses are those of its training: the same batches, the same sums. Other data is
-evaluated whole, in windows that follow each other without overlap: of each of its files, every token but the first is
-predicted once. A prompt is computed once; from then on every step computes the newest token of each text alone.
+On a run's own validation part the losses are those of training: the same batches, the same sums. Other data is
+evaluated whole, in windows without overlap: every token of a file but the first is predicted once. A prompt is computed
+once; from then on every step computes the newest token of each text alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -105,9 +105,8 @@ def _other_data(saved: SavedModel, asked: Config, named: Set[str]) -> Work:
     if saved.config.model.position == "learned" and positions is not None and seq_length > positions:
         rule = f"the model has {positions:,} positions"
         raise UserError(Problem("train.seq_length", seq_length, rule, f"at most {positions}, or leave it out"))
-    if saved.tokenizer_folder is None and asked.data.source != "tokens":
-        rule = "the folder holds no tokenizer, so there is nothing to encode text with"
-        raise UserError(Problem("model", str(saved.folder), rule, "put its tokenizer there, or data=tokens"))
+    if asked.data.source != "tokens":
+        saved.known_tokenizer()
     held_out = asked.data.validation_fraction if "data.validation_fraction" in named else 0.0
     data = replace(asked.data, validation_fraction=held_out)
     if saved.found is not None:
@@ -167,11 +166,11 @@ class Sampling:
 def keeping_keys() -> Callable[..., Tensor]:
     """A function in place of `Attention.attend` that attends to all tokens so far. Its first call brings whole texts,
     every other one token of each."""
-    kept = [torch.empty(0), torch.empty(0)]  # keys and values [b, groups, s, d], once there are some
+    kept = list[Tensor]()  # keys and values [b, groups, s, d], once there are some
 
     def attend(queries: Tensor, keys: Tensor, values: Tensor, inputs: BlockInputs) -> Tensor:
         queries, *new = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in (queries, keys, values))
-        is_first = not kept[0].numel()
+        is_first = not kept
         kept[:] = new if is_first else [torch.cat(parts, dim=2) for parts in zip(kept, new, strict=True)]
         keys, values = kept
         is_grouped = queries.shape[1] != keys.shape[1]
@@ -187,14 +186,12 @@ def texts_of(
 ) -> Iterator[tuple[str, str]]:
     """Prompts with the texts that they begin. A text depends on `config.seed` and on no other prompt. All that is wrong
     is refused before the first text."""
-    if saved.tokenizer is None:
-        rule = "it holds no tokenizer, so there is nothing to read a prompt with"
-        raise UserError(Problem("model", str(saved.folder), rule, "put the tokenizer of its tokens there"))
+    tokenizer = saved.known_tokenizer()
     begun = collect_all(lambda prompt: read_prompt(saved, prompt), prompts)
     counts = collect_all(lambda ids: _new_tokens(saved, len(ids), sampling.max_new_tokens), begun)
     path = saved.folder / "generation_config.json"  # of which nothing else is read
     named: Any = read_object(path).get("eos_token_id") if saved.found is None and path.is_file() else None
-    ends = {saved.tokenizer.end_of_document, *(named if isinstance(named, list) else [named])} - {None}
+    ends = {tokenizer.end_of_document, *(named if isinstance(named, list) else [named])} - {None}
     model = saved.load(config)
     for prompt, ids, count in zip(prompts, begun, counts, strict=True):
         dice = torch.Generator().manual_seed(config.seed)
@@ -202,15 +199,14 @@ def texts_of(
             texts = torch.tensor([ids] * min(TOGETHER, sampling.num_samples - first))
             for row in continued(model, texts, count, sampling, dice, ends).tolist():
                 end = next((at for at in range(len(ids), len(row)) if row[at] in ends), None)
-                yield prompt, saved.tokenizer.decode(row[:end], skip_special_tokens=True)
+                yield prompt, tokenizer.decode(row[:end], skip_special_tokens=True)
 
 
 def read_prompt(saved: SavedModel, prompt: str) -> list[int]:
     """The ids of a prompt, as evaluation reads a text; special tokens that are spelled out are those tokens."""
-    assert saved.tokenizer is not None
-    backend, known = saved.tokenizer.backend, saved.config.model.vocab_size or 0
+    backend, known = saved.known_tokenizer().backend, saved.config.model.vocab_size or 0
     with refusing("--prompt", "UTF-8 text"):
-        saved.tokenizer.encode(prompt)  # says which symbol is unknown, and where
+        saved.known_tokenizer().encode(prompt)  # says which symbol is unknown, and where
     backend.encode_special_tokens = False
     ids = backend.encode(prompt, add_special_tokens=False).ids
     backend.encode_special_tokens = True

@@ -50,6 +50,13 @@ class SavedModel:
     def tokenizer(self) -> TextTokenizer | None:
         return load_tokenizer(self.tokenizer_folder) if self.tokenizer_folder else None
 
+    def known_tokenizer(self) -> TextTokenizer:
+        """UserError where it is not known."""
+        if self.tokenizer is None:
+            rule = "the folder holds no tokenizer, so there is nothing to read text with"
+            raise UserError(Problem("model", str(self.folder), rule, "put the tokenizer of its tokens there"))
+        return self.tokenizer
+
     def values(self) -> Iterator[tuple[str, Tensor]]:
         """(logical name, tensor of the logical shape) of all parameters, in the order of `gpt_parameters`: of a run the
         masters. Names and shapes are checked now; a tensor is read when its turn comes, so that one is in memory."""

@@ -25,17 +25,17 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from megalite.config.files import write_atomically
+from megalite.config.files import sync_folder, write_atomically
 from megalite.data.open import Progress
 from megalite.data.samples import IntArray
-from megalite.data.token_file import CODES, HEADER, MAGIC, TokenFile, damaged, dtype_for, with_suffix
+from megalite.data.token_file import CODES, ENTRIES, HEADER, MAGIC, TokenFile, damaged, dtype_for, with_suffix
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UserError
 from megalite.prepare.cuts import PIECE, Piece, cut_for
-from megalite.prepare.reading import Shard, pieces
+from megalite.prepare.sources import Shard, pieces
 
 LONGEST = 2**31 - 1  # tokens in one sequence: its length is an i32
-COPY = 8 << 20  # tokens that are copied or scanned at once
+SCANNED = 8 << 20  # tokens that are scanned at once
 OF_A_PIECE = 256  # characters that a piece counts for by itself: many short ones take memory, too
 
 Job = tuple[Path, Shard]  # the token file to write, and the text that it is made of
@@ -88,23 +88,27 @@ def _work(job: Job, folder: Path) -> Counts:
 
 def tokenize_shard(job: Job, tokenizer: TextTokenizer, batch: int) -> Iterator[Counts]:
     """Write the token file of one shard, `batch` characters at a time; the counts after each."""
-    target, shard = job
+    (target, shard), dtype = job, dtype_for(tokenizer.vocab_size)
     end = np.array([] if tokenizer.end_of_document is None else [tokenizer.end_of_document], dtype=np.int64)
     size = skipped = 0  # bytes of text, in UTF-8; rows without text
-    writer = TokenWriter(target, dtype_for(tokenizer.vocab_size))
-    for gathered in _batches(pieces(shard, cut_for(tokenizer)), batch):
-        found = [piece for piece in gathered if piece.text]
-        skipped += len(gathered) - len(found)
-        for piece, ids in zip(found, _encoded(found, tokenizer, shard), strict=True):
-            size += len(piece.text.encode())
-            writer.add(ids)
-            if piece.last:
-                writer.add(end)
-                writer.end_document()
-        yield target, size, writer.documents, writer.tokens
-    counts = {"bytes": size, "documents": writer.documents, "tokens": writer.tokens, "skipped_documents": skipped}
-    writer.finish(counts)
-    yield target, max(size, shard.size), writer.documents, writer.tokens  # what is not text is done with, too
+    tokens = begun = 0  # of all documents; of the one that is being written
+    lengths = array("q")  # tokens of each document
+    with_suffix(target, ".idx").unlink(missing_ok=True)  # it would describe other data
+    with with_suffix(target, ".bin").open("wb") as file:
+        for gathered in _batches(pieces(shard, cut_for(tokenizer)), batch):
+            found = [piece for piece in gathered if piece.text]
+            skipped += len(gathered) - len(found)
+            for piece, ids in zip(found, _encoded(found, tokenizer, shard), strict=True):
+                stored = as_stored(np.append(ids, end) if piece.last else ids, dtype)
+                file.write(stored.data)
+                size, tokens, begun = size + len(piece.text.encode()), tokens + len(stored), begun + len(stored)
+                if piece.last:
+                    lengths.append(begun)
+                    begun = 0
+            yield target, size, len(lengths), tokens
+    counts = {"bytes": size, "documents": len(lengths), "tokens": tokens, "skipped_documents": skipped}
+    write_index(target, dtype, np.array(lengths, np.int64), counts)
+    yield target, max(size, shard.size), len(lengths), tokens  # what is not text is done with, too
 
 
 def _batches(found: Iterable[Piece], characters: int) -> Iterator[list[Piece]]:
@@ -146,72 +150,41 @@ def encode_pieces(tokenizer: TextTokenizer, found: list[Piece]) -> list[IntArray
     return encoded
 
 
-class TokenWriter:
-    """Writes a new PREFIX.bin and PREFIX.idx: `add` tokens, `end_document`, and at the end `finish`."""
+def as_stored(ids: IntArray, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """The ids as a token file holds them."""
+    if np.any(ids > np.iinfo(dtype).max):  # no assert: python -O would cut the ids
+        raise ValueError(f"token id {ids.max()} does not fit {dtype}")
+    return ids.astype(dtype)
 
-    def __init__(self, prefix: Path, dtype: np.dtype[Any], longest: int = LONGEST) -> None:
-        self.prefix, self.dtype, self.longest = prefix, dtype, longest
-        self.tokens = 0
-        self._open = 0  # tokens of the document that is being written
-        self._lengths, self._boundaries = array("i"), array("q", [0])
-        with_suffix(prefix, ".idx").unlink(missing_ok=True)
-        self._data = with_suffix(prefix, ".bin").open("wb")
-        self.hash = xxhash.xxh3_128()
 
-    @property
-    def documents(self) -> int:
-        return len(self._boundaries) - 1
-
-    def add(self, tokens: npt.NDArray[Any]) -> None:
-        """Append tokens [n] to the open document."""
-        if np.any(tokens > np.iinfo(self.dtype).max):  # no assert: python -O would cut the ids
-            raise ValueError(f"{self.prefix.name}: token id {tokens.max()} does not fit {self.dtype}")
-        self._write(tokens.astype(self.dtype, copy=False))
-        self._open += len(tokens)
-
-    def end_document(self) -> None:
-        """Close the open document."""
-        while self._open > self.longest:
-            self._lengths.append(self.longest)
-            self._open -= self.longest
-        self._lengths.append(self._open)
-        self._boundaries.append(len(self._lengths))
-        self._open = 0
-
-    def append(self, file: TokenFile) -> None:
-        """All documents of a file of the same dtype."""
-        assert file.tokens.dtype == self.dtype, (file.tokens.dtype, self.dtype)
-        for start in range(0, len(file.tokens), COPY):
-            self._write(file.tokens[start : start + COPY])
-        self._boundaries.frombytes((file.boundaries[1:] + len(self._lengths)).tobytes())
-        self._lengths.frombytes(file.lengths[:].tobytes())
-
-    def finish(self, facts: dict[str, Any]) -> None:
-        """Make the file visible, with `facts` in PREFIX.json."""
-        assert self._open == 0, "finish inside a document"
-        lengths, pointers = np.array(self._lengths, dtype="<i4"), np.zeros(len(self._lengths), dtype="<i8")
-        np.cumsum(lengths[:-1].astype(np.int64) * self.dtype.itemsize, out=pointers[1:])
-        header = HEADER.pack(MAGIC, 1, CODES[self.dtype], len(lengths), len(self._boundaries))
-        with self._data:
-            self._data.flush()
-            os.fsync(self._data.fileno())
-        write_atomically(with_suffix(self.prefix, ".json"), json.dumps(facts, indent=1).encode())
-        parts = (lengths, pointers, np.array(self._boundaries, dtype="<i8"))
-        write_atomically(with_suffix(self.prefix, ".idx"), b"".join([header, *(part.tobytes() for part in parts)]))
-
-    def _write(self, tokens: npt.NDArray[Any]) -> None:
-        self.hash.update(tokens.data)
-        self._data.write(tokens.data)
-        self.tokens += len(tokens)
+def write_index(
+    prefix: Path, dtype: np.dtype[Any], documents: IntArray, facts: dict[str, Any], longest: int = LONGEST
+) -> None:
+    """Make PREFIX.bin, of `documents` [documents] tokens each, visible: `facts` go to PREFIX.json, the index comes
+    last."""
+    counts = np.maximum(1, -(-documents // longest))  # sequences of each document
+    boundaries = np.append(0, np.cumsum(counts))
+    lengths = np.full(boundaries[-1], longest)
+    lengths[boundaries[1:] - 1] = documents - (counts - 1) * longest
+    pointers = (np.cumsum(lengths) - lengths) * dtype.itemsize
+    head = HEADER.pack(MAGIC, 1, CODES[dtype], len(lengths), len(boundaries))
+    parts = [part.astype(kind).tobytes() for part, kind in zip((lengths, pointers, boundaries), ENTRIES, strict=True)]
+    sync_folder(with_suffix(prefix, ".bin"))
+    write_atomically(with_suffix(prefix, ".json"), json.dumps(facts, indent=1).encode())
+    write_atomically(with_suffix(prefix, ".idx"), b"".join([head, *parts]))
 
 
 def join(files: Iterable[TokenFile], prefix: Path, dtype: np.dtype[Any], facts: dict[str, Any]) -> None:
     """PREFIX holds the documents of all `files` (of this dtype) in order; `facts` and a hash go to PREFIX.json. `files`
     may open each file when it is asked for: none is kept."""
-    writer = TokenWriter(prefix, dtype)
-    for file in files:
-        writer.append(file)
-    writer.finish(facts | {"xxh3_128": writer.hash.hexdigest()})
+    content, lengths = xxhash.xxh3_128(), [np.array([], np.int64)]
+    with with_suffix(prefix, ".bin").open("wb") as joined:
+        for file in files:
+            assert file.tokens.dtype == dtype, (file.tokens.dtype, dtype)
+            content.update(file.tokens.data)
+            joined.write(file.tokens.data)
+            lengths.append(np.add.reduceat(file.lengths, file.boundaries[:-1], dtype=np.int64))  # of their sequences
+    write_index(prefix, dtype, np.concatenate(lengths), facts | {"xxh3_128": content.hexdigest()})
 
 
 def verify(prefix: Path, vocab_size: int | None, progress: Progress | None = None) -> TokenFile:
@@ -224,8 +197,8 @@ def verify(prefix: Path, vocab_size: int | None, progress: Progress | None = Non
         raise UserError(Problem("model.vocab_size", None, rule, "model.vocab_size=N"))
     file.check(file.tokens.nbytes)
     total, width, state = len(file.tokens), file.tokens.dtype.itemsize, xxhash.xxh3_128()
-    for start in range(0, total, COPY):
-        stop = min(start + COPY, total)
+    for start in range(0, total, SCANNED):
+        stop = min(start + SCANNED, total)
         state.update(file.tokens[start:stop].data)
         file.check_range(start, stop, size)
         if progress:

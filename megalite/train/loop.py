@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
@@ -128,12 +128,16 @@ def train(job: Job, saver: Saver) -> None:
         while len(launched) > keep:
             account(job, saver, meter, *launched.popleft())
 
+    steps = planned_steps(settings, done=job.progress.step, samples=job.progress.samples)
+    steps = takewhile(lambda planned: planned.step <= settings.steps, steps)
+    share, device = data_share(config, job.context), job.context.device
     try:
-        with batches_of(job) as batches:
+        with train_batches(job.data.train, config, steps, device, share) as batches:
             if job.owes_evaluation():
                 evaluate_model(job, job.progress.step)
             clock.restart()
-            data = next_batch(job, batches)
+            with clock.within("data"):
+                data = next(batches, None)
             while data is not None and not job.stopping:
                 step = job.begun_step = data.planned.step
                 is_last = step == settings.steps
@@ -142,7 +146,8 @@ def train(job: Job, saver: Saver) -> None:
                 if profiles:
                     read(keep=0)
                 with profiled_step(job, step) if profiles else nullcontext():
-                    coming = next_batch(job, batches)  # now: the number of its tokens travels with this step's sums
+                    with clock.within("data"):
+                        coming = next(batches, None)  # now: the number of its tokens travels with this step's sums
                     launched.append((data, launch(job, train_step, data, coming)))
                     read(keep=0 if due or profiles else late)
                 for hook in due:
@@ -160,20 +165,6 @@ def train(job: Job, saver: Saver) -> None:
         raise
     job.training.gather.finish()
     saver.save_last()
-
-
-def batches_of(job: Job) -> AbstractContextManager[Iterator[StepBatches]]:
-    """This rank's batches of all remaining steps."""
-    train, progress, device = job.config.train, job.progress, job.context.device
-    steps = planned_steps(train, done=progress.step, samples=progress.samples)
-    steps = takewhile(lambda planned: planned.step <= train.steps, steps)
-    return train_batches(job.data.train, job.config, steps, device, data_share(job.config, job.context))
-
-
-def next_batch(job: Job, batches: Iterator[StepBatches]) -> StepBatches | None:
-    """The data of the next step, None after the last."""
-    with job.training.clock.within("data"):
-        return next(batches, None)
 
 
 def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatches | None) -> PendingMetrics | None:

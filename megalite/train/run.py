@@ -207,30 +207,25 @@ def record_end(job: Job, saver: Saver) -> int:
 
 
 def record_failure(error: Exception, context: ParallelContext, job: Job | None, saver: Saver | None) -> None:
-    """Record what ended this start, and say it on stderr. A UserError is said by the launcher. What a
-    TrainingStoppedError says is known to all ranks, and its message says all."""
+    """Record what ended this start, and say it on stderr. A UserError is said by the launcher; a TrainingStoppedError
+    is known to all ranks, and its message says all. Otherwise this rank's own words come first, since whoever started
+    it may kill it soon, then what the ranks find out together."""
     is_known, is_refusal = isinstance(error, TrainingStoppedError), isinstance(error, UserError)
+    message = str(error) if is_known or is_refusal else f"{type(error).__name__}: {error}"
     if is_known and saver is not None:
         saver.close()
     if job is not None:
         job.log.write(f"failed at step {job.progress.step + 1}\n{traceback.format_exc()}", "ERROR")
         if not (is_known and job.folder.lost()):  # else the record is another job's
-            message = str(error) if is_known or is_refusal else f"{type(error).__name__}: {error}"
             job.log.event("failed", job.progress.step, status=2 if is_refusal else 1, message=message)
     if is_known and context.rank == 0:
         to_stderr(f"megalite: stopped: {error}")
-    elif not is_known and not is_refusal:
-        report_cause(error, context, job)
-        if saver is not None:
-            saver.close()
-
-
-def report_cause(error: Exception, context: ParallelContext, job: Job | None) -> None:
-    """This rank's own words first: whoever started it may kill it soon. Then what the ranks find out together."""
+    if is_known or is_refusal:
+        return
     if StopSignals.now is not None and StopSignals.now.starting and is_broken_link(error):
         time.sleep(NEWS_S)
     where = f"rank {context.rank} on {socket.gethostname()}{f', step {job.progress.step + 1}' if job else ''}"
-    to_stderr(f"megalite: {where}: {type(error).__name__}: {error}")
+    to_stderr(f"megalite: {where}: {message}")
     if isinstance(error, torch.OutOfMemoryError):
         saves = "a smaller train.micro_batch_size, train.recompute=full, or a larger parallel.tp or parallel.pp"
         to_stderr(f"megalite: less memory is needed with {saves}")
@@ -238,3 +233,5 @@ def report_cause(error: Exception, context: ParallelContext, job: Job | None) ->
         cause = find_cause(context, error)
     if cause:
         to_stderr(f"megalite: rank {context.rank} ends because of: {cause}")
+    if saver is not None:
+        saver.close()

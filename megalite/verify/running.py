@@ -12,7 +12,6 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -20,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from megalite.config.schema import Config
+from megalite.config.settings import with_values
 from megalite.errors.problems import REFUSED, UserError
 from megalite.launch.environment import LOOPBACK, ProcessEnvironment
 
@@ -33,11 +33,7 @@ TrainRank = Callable[[Config, ProcessEnvironment], int]  # what a process runs; 
 
 
 class RunFailure(Exception):  # noqa: N818 - it is what happened, told to the user
-    """A process failed, died or hung. `status` is the exit status: that of a refusal where it was one."""
-
-    def __init__(self, message: str, status: int = 1) -> None:
-        super().__init__(message)
-        self.status = status
+    """A process failed, died or hung: what to tell the user, and the exit status."""
 
 
 def train_both(
@@ -54,14 +50,14 @@ def train_both(
     modules = ["torch", trains[1].__module__, "megalite.train.run", "megalite.prepare.prepare"]
     multiprocessing.set_forkserver_preload(modules)
     context, processes = multiprocessing.get_context("forkserver"), list[ForkServerProcess]()
-    places = [ProcessEnvironment(rank, ranks, rank, ranks, LOOPBACK, port, "env") for rank in range(ranks)]
-    jobs = [(f"rank {place.rank}", trains[0], _placed(config, folder, LAYOUT), place) for place in places]
-    jobs.append(("the single process", trains[1], _placed(reference, folder, SINGLE), ProcessEnvironment()))
+    place_of = [ProcessEnvironment(rank, ranks, rank, ranks, LOOPBACK, port, "env") for rank in range(ranks)]
+    places = {f"rank {place.rank}": place for place in place_of}
     try:
-        for name, *job in jobs:
-            process = context.Process(target=_run, args=(*job, folder / name, timeout_s), name=name, daemon=True)
-            process.start()
-            processes.append(process)
+        for name, place in {**places, "the single process": ProcessEnvironment()}.items():
+            ours, train, run = (config, trains[0], LAYOUT) if name in places else (reference, trains[1], SINGLE)
+            job = (train, _placed(ours, folder, run), place, folder / name, timeout_s)
+            processes.append(context.Process(target=_run, args=job, name=name, daemon=True))
+            processes[-1].start()
         _wait_for(processes, folder, time.monotonic() + timeout_s + ECHO_S)
     finally:
         for process in processes:
@@ -71,17 +67,16 @@ def train_both(
 
 def _placed(config: Config, folder: Path, run: str) -> Config:
     """The settings with a run folder and the text in `folder`."""
-    text, cache = str(folder / "text.jsonl"), str(folder / "cache")
-    data = replace(config.data, source="text", workers=1, path=text, cache_dir=cache)
-    return replace(config, run_dir=str(folder / run), tokenizer=str(folder / "tokenizer"), data=data)
+    places = {"run_dir": run, "tokenizer": "tokenizer", "data.path": "text.jsonl", "data.cache_dir": "cache"}
+    values = {name: str(folder / place) for name, place in places.items()}
+    return with_values(config, {**values, "data.source": "text", "data.workers": 1})
 
 
 def _write_text(path: Path, config: Config) -> None:
     """Documents of random letters, never the same twice, and beside them the tokenizer: as many letters as the
     vocabulary has room for, and an end of document."""
-    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
-
     from megalite.data.tokenizers import END, TextTokenizer
+    from megalite.prepare.prepare import char_tokenizer
 
     train, dice = config.train, np.random.default_rng(config.seed)
     letters = [chr(LETTERS + at) for at in range(min((config.model.vocab_size or 2) - 1, 20_000))]
@@ -89,37 +84,35 @@ def _write_text(path: Path, config: Config) -> None:
     with path.open("w", encoding="utf-8") as file:
         for length in dice.geometric(1 / DOCUMENT, size=-(-needed // DOCUMENT)):
             file.write(f'{{"text": "{"".join(letters[at] for at in dice.integers(len(letters), size=length))}"}}\n')
-    backend = Tokenizer(models.WordLevel({letter: at for at, letter in enumerate([*letters, END])}, unk_token=END))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend = char_tokenizer(letters).backend
     backend.add_special_tokens([END])
     TextTokenizer(backend, {"eos_token": END}).save(path.with_name("tokenizer"))
 
 
 def _wait_for(processes: Sequence[ForkServerProcess], folder: Path, deadline: float) -> None:
     """Return when all have ended well; RunFailure once one has not: the others then fail because of it."""
-    waiting = {process.sentinel: process for process in processes}
-    while waiting:
-        ready = wait([*waiting], max(0.0, deadline - time.monotonic()))
-        ended = [waiting.pop(sentinel) for sentinel in [*waiting] if sentinel in ready]
-        for process in ended:
-            process.join()
-        if failed := [process for process in ended if process.exitcode]:
-            refused = [process for process in failed if process.exitcode == REFUSED][:1]  # all ranks say the same
-            words = [_end_of(process, folder) for process in refused or failed]
-            raise RunFailure("\n".join(words), REFUSED if refused else 1)
-        if not ended:
-            raise RunFailure("\n".join(_end_of(process, folder) for process in waiting.values()))
+    running = [*processes]
+    while running and wait([process.sentinel for process in running], max(0.0, deadline - time.monotonic())):
+        running = [process for process in running if process.exitcode is None]
+        failed = [process for process in processes if process.exitcode]
+        refused = [process for process in failed if process.exitcode == REFUSED][:1]  # all ranks say the same
+        if failed:
+            ends = [_end_of(process, folder) for process in refused or failed]
+            raise RunFailure("\n".join(ends), REFUSED if refused else 1)
+    if running:
+        raise RunFailure("\n".join(_end_of(process, folder) for process in running), 1)
 
 
 def _end_of(process: ForkServerProcess, folder: Path) -> str:
     """How a process has ended, or that it has not, with the last lines that it printed."""
     output, code = folder / process.name, process.exitcode
     lines = output.read_text(errors="replace").splitlines()[-LAST_WORDS:] if output.exists() else []
+    how = "failed:"
     if code is None:
         how = "did not answer in time: a collective that not all ranks join, or slow. It stood at"
-    else:
-        how = f"died by {signal.Signals(-code).name} (SIGKILL: out of memory?)" if code < 0 else "failed:"
-    return "\n".join([*([] if code == REFUSED else [f"{process.name} {how}"]), *lines])
+    elif code < 0:
+        how = f"died by {signal.Signals(-code).name} (SIGKILL: out of memory?)"
+    return "\n".join([*([] if code == REFUSED else [f"FAIL: {process.name} {how}"]), *lines])
 
 
 def _run(train: TrainRank, config: Config, place: ProcessEnvironment, output: Path, timeout_s: float) -> None:

@@ -6,37 +6,46 @@ uneven and empty stages, layers with and without experts, the options of routers
 units of its axis. No torch import.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 from math import gcd, lcm, sqrt
 from typing import Any, NamedTuple
 
+from megalite.config.compose import load_config, load_values
 from megalite.config.derive import derive
 from megalite.config.layout import dense_ranks, exchange_of, layout_of, least_world, stage_settings
 from megalite.config.rules import BLOCK, check
-from megalite.config.schema import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    LearningRateConfig,
-    LogConfig,
-    ParallelConfig,
-    TrainConfig,
-)
-from megalite.config.settings import with_values
+from megalite.config.schema import Config, ParallelConfig
+from megalite.config.settings import SETTINGS, value_of, with_values
+from megalite.errors.problems import Problem, UserError
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.stages import stage_layers
 
 MOST_RANKS = 8  # above, every axis shrinks to its least factor
 FEW, WIDE, LENGTH = 2, 12, 16  # things on one rank, inner width of an MLP on one rank, tokens of a sequence
-EPS, CLIP = 1e-8, 0.05  # a smaller eps makes steps of rounding; small models have larger gradients than that
 AXES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 VOCABULARIES = {"byte": 257, "char": 65}  # unless model.vocab_size is set; of other tokenizers 50,257
-KEPT = {  # settings as the user has them, beside those of the model and the optimizer
-    "parallel": ("order", "schedule", "sequence_parallel"),
-    "train": ("label_smoothing", "z_loss", "recompute", "recompute_modules"),
-    "data": ("cross_document_attention", "mask_end_of_document"),
-    "lr": ("schedule",),
+KEPT = (  # settings as the user has them, beside those of the model and the optimizer
+    *("seed", "lr.schedule", "data.cross_document_attention", "data.mask_end_of_document"),
+    *("parallel.order", "parallel.schedule", "parallel.sequence_parallel"),
+    *(f"train.{name}" for name in ("label_smoothing", "z_loss", "recompute", "recompute_modules")),
+)
+FIXED: dict[str, Any] = {
+    "device": "cpu",
+    "precision": "fp64",
+    "tokenizer": "char",
+    "model.max_positions": None,
+    "train.steps": 5,
+    "train.compile": False,
+    "checkpoint.interval": 1,
+    "checkpoint.keep": 5,
+    "log.wandb": "disabled",
+    "log.report_interval_s": 0.0,
+    **{f"train.{name}": 0 for name in ("eval_interval", "check_replicas_every", "sample_tokens")},
+    **{f"optimizer.{name}_dtype": "fp32" for name in ("gradient", "communication", "moment")},  # here they are fp64
 }
+LEAST_EPS = 1e-8  # a smaller one makes steps of rounding
+MOST = {"optimizer.lr": 1e-2, "optimizer.clip_grad": 0.05}  # small models have larger gradients
 
 
 class Shrunk(NamedTuple):
@@ -47,36 +56,45 @@ class Shrunk(NamedTuple):
     reference: Config
 
 
+def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Config, int]:
+    """The config of the launcher's overrides and the world that it is verified on; UserError with all that is wrong.
+
+    The world is `world_size`, or `dp` times the ranks that the layout needs: by default 2 times, so that data
+    parallelism is verified as well, where that is at most 8 ranks and is not refused.
+    """
+    world = world_size or 1
+    with suppress(UserError):  # which load_config then tells
+        axes = load_values(argv, [f"parallel.{axis}" for axis in AXES])
+        world = world_size or (least_world(axes) if dp is None else dp * dense_ranks(axes))
+    if world_size is None and dp is None and 2 * world <= MOST_RANKS:
+        with suppress(UserError):
+            return load_config(argv, 2 * world), 2 * world
+    try:
+        config = load_config(argv, world)
+    except UserError:
+        if world_size is None:  # it follows the sizes: what is wrong in a world that all of them divide?
+            roomy = lcm(world, *range(1, 13))
+            load_config([*argv, f"train.global_batch_size={roomy}", "train.micro_batch_size=1"], roomy)
+        raise
+    if world == 1:
+        rule, remedy = "one process is what layouts are compared to", "--dp 2, or parallel.tp=2 with a batch to suit"
+        raise UserError(Problem("world size", 1, rule, remedy))
+    return config, world
+
+
 def shrink(config: Config, world_size: int) -> Shrunk:
     """`config` is checked and derived for `world_size` ranks; so is the small one."""
-    asked, rules = layout_of(config, world_size), config.optimizer
+    asked = layout_of(config, world_size)
     run = _smaller(config, asked)
-    kept: dict[str, Any] = {part: {name: getattr(getattr(config, part), name) for name in KEPT[part]} for part in KEPT}
-    plain = Config(
-        device="cpu",
-        precision="fp64",
-        tokenizer="char",
-        seed=config.seed,
-        model=config.model,
-        parallel=ParallelConfig(**{axis: getattr(run, axis) for axis in AXES}, **kept["parallel"]),
-        train=TrainConfig(5, eval_interval=0, check_replicas_every=0, sample_tokens=0, compile=False, **kept["train"]),
-        optimizer=replace(
-            rules,
-            lr=min(rules.lr, 1e-2),
-            eps=max(rules.eps, EPS),
-            clip_grad=min(rules.clip_grad, CLIP),
-            instances=gcd(rules.instances, run.dp * run.cp),
-            gradient_dtype="fp32",  # with precision=fp64 these are fp64
-            communication_dtype="fp32",
-            moment_dtype="fp32",
-        ),
-        lr=LearningRateConfig(**kept["lr"]),
-        data=DataConfig(**kept["data"]),
-        checkpoint=CheckpointConfig(1, 5),
-        log=LogConfig("disabled", report_interval_s=0.0),
-    )
-    values = _stages(config, run) | _model(config, asked, run) | _batches(config, asked, run)
-    problems = check(small := with_values(plain, values), run.world_size)
+    kept = [name for name in SETTINGS if name in KEPT or name.startswith(("model.", "optimizer."))]
+    values = {name: value_of(config, name) for name in kept} | FIXED
+    values |= {name: min(values[name], most) for name, most in MOST.items()}
+    values |= {"optimizer.eps": max(config.optimizer.eps, LEAST_EPS)}
+    values |= {"optimizer.instances": gcd(config.optimizer.instances, run.dp * run.cp)}
+    values |= {f"parallel.{axis}": getattr(run, axis) for axis in AXES}
+    values |= _stages(config, run) | _model(config, asked, run) | _batches(config, asked, run)
+    small = with_values(Config(), values)
+    problems = check(small, run.world_size)
     assert not problems, problems
     alone = replace(small, parallel=ParallelConfig(), optimizer=replace(small.optimizer, instances=1))
     return Shrunk(derive(small, run.world_size), run, derive(alone))
@@ -163,6 +181,5 @@ def _batches(config: Config, asked: ParallelLayout, run: ParallelLayout) -> dict
         "train.micro_batch_size": micro,
         "train.global_batch_size": micro * run.dp * microbatches,
         "parallel.microbatch_group_size": group,
-        "model.max_positions": None,
         "model.loss_chunk_tokens": config.model.loss_chunk_tokens and length // 2,
     }

@@ -1,29 +1,55 @@
 """Tells whether a layout trains like one process: the user's config, made small, trained on real ranks and on one.
 
-Both runs are real ones, in fp64 (running.py), and what they have written is compared (compare.py). The user's data is
-not read, and nothing stays. No torch import before the config is accepted.
+Both runs are real ones, in fp64 (running.py), and what they have written is compared, step by step and tensor by
+tensor. metrics.jsonl has each step's loss, gradient norm and tokens. The first checkpoint has the gradients of step 1:
+AdamW's first moment is then (1 - beta1) times the clipped gradient. The last one has the parameters. A tensor's
+difference is relative to the largest element of that very tensor: a small tensor cannot hide behind its neighbours.
 """
 
 import tempfile
 import textwrap
-from contextlib import suppress
-from math import lcm
+from collections.abc import Mapping
+from math import isfinite
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from megalite.config.compose import load_config, load_values
-from megalite.config.layout import dense_ranks, layout_of, least_world
-from megalite.config.schema import Config
+import torch
+from torch import Tensor
+
+from megalite.checkpoint.commit import CHECKPOINTS
+from megalite.checkpoint.manifest import DTYPES, Piece
+from megalite.checkpoint.reading import newest
+from megalite.config.layout import layout_of
+from megalite.config.schema import Config, OptimizerConfig
 from megalite.config.settings import value_of
-from megalite.errors.problems import Problem, UserError
+from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import header_lines
+from megalite.train.history import METRICS, read_metrics
 from megalite.verify.running import LAYOUT, SINGLE, TrainRank, train_both
-from megalite.verify.shrink import AXES, MOST_RANKS, shrink
+from megalite.verify.shrink import shrink
 
+RELATIVE, ABSOLUTE = 1e-10, 1e-12  # the design's bound on every layout against one process, in fp64
 SHOWN = (
     *(f"model.{name}" for name in ("num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads")),
     *("model.vocab_size", "model.moe.num_experts", "train.seq_length", "train.global_batch_size", "train.compile"),
     "parallel.pipeline_layout",
 )
+
+
+class Row(NamedTuple):
+    """The worst difference of one kind. `scale` is what it is relative to: the number of the one process, or the
+    largest element of its tensor at `where`."""
+
+    what: str
+    scale: float
+    difference: float
+    where: str
+
+    @property
+    def excess(self) -> float:
+        """The difference over its bound; what is not a number is infinitely far off."""
+        excess = self.difference / (RELATIVE * self.scale + ABSOLUTE)
+        return excess if isfinite(excess) else float("inf")
 
 
 def verify(
@@ -42,34 +68,67 @@ def verify(
     with tempfile.TemporaryDirectory(prefix="megalite-verify-") as name:
         folder, ranks = Path(name), layout.world_size
         train_both(small, ranks, reference, folder, timeout_s, (train_layout or train, train))
-        from megalite.verify.compare import compare, table  # torch: from here on it takes seconds
-
         rows = compare(folder / LAYOUT, folder / SINGLE, small.optimizer)
-    return [*lines, "", *table(rows, ranks)], all(row.passed for row in rows)
+    lines += ["", f"{'':24}{'one process':>12}{'difference':>12}{'relative':>10}        worst at"]
+    for row in rows:
+        numbers = f"{row.scale:>12.6g}{row.difference:>12.1e}{row.difference / (row.scale or 1):>10.1e}"
+        lines.append(f"{row.what:24}{numbers}  {'pass' if row.excess <= 1 else 'FAIL'}  {row.where}")
+    bound, failed = f"{RELATIVE:g} relative or {ABSOLUTE:g} absolute", sum(row.excess > 1 for row in rows)
+    verdict = f"PASS: {ranks} ranks train like one process, within {bound}"
+    if failed:
+        verdict = f"FAIL: {failed} of {len(rows)} rows differ from one process by more than {bound}"
+    return [*lines, "", verdict], not failed
 
 
-def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Config, int]:
-    """The config of the launcher's overrides and the world that it is verified on; UserError with all that is wrong.
+def compare(layout: Path, single: Path, optimizer: OptimizerConfig) -> list[Row]:
+    """The worst difference of each kind between the run folder of a layout and that of one process."""
+    rows, (records, expected) = list[Row](), [read_metrics(run / METRICS) for run in (layout, single)]
+    for record, other in zip(records, expected, strict=True):
+        numbers, wanted = _numbers(record), _numbers(other)
+        rows += [_row(name, numbers[name], wanted[name], f"step {other['step']}") for name in wanted]
+    clipped = max(1.0, expected[0]["grad_norm"] / optimizer.clip_grad) if optimizer.clip_grad else 1.0
+    unclip = clipped / (1 - optimizer.betas[0])
+    for kind, step, factor in (("gradients", expected[0]["step"], unclip), ("parameters", expected[-1]["step"], 1.0)):
+        found, wanted = (_tensors(run, step, kind, factor) for run in (layout, single))
+        nothing = torch.tensor(float("nan"))
+        for name in sorted(found.keys() | wanted.keys()):
+            tensors = found.get(name, nothing), wanted.get(name, nothing)
+            rows.append(_row(f"{kind}: {group_of(name)}", *tensors, f"{name}, step {step}"))
+    kinds = dict.fromkeys(row.what for row in rows)
+    return [max((row for row in rows if row.what == what), key=lambda row: row.excess) for what in kinds]
 
-    The world is `world_size`, or `dp` (where there is no world size) times the ranks that the layout needs: by default
-    2 times, so that data parallelism is verified along with the axes that were asked for, where that is at most 8 ranks
-    and is not refused.
-    """
-    world = world_size or 1
-    with suppress(UserError):  # which load_config then tells
-        axes = load_values(argv, [f"parallel.{axis}" for axis in AXES])
-        world = world_size or (least_world(axes) if dp is None else dp * dense_ranks(axes))
-    if world_size is None and dp is None and 2 * world <= MOST_RANKS:
-        with suppress(UserError):
-            return load_config(argv, 2 * world), 2 * world
-    try:
-        config = load_config(argv, world)
-    except UserError:
-        if world_size is None:  # it follows the sizes: what is wrong in a world that all of them divide?
-            roomy = lcm(world, *range(1, 13))
-            load_config([*argv, f"train.global_batch_size={roomy}", "train.micro_batch_size=1"], roomy)
-        raise
-    if world == 1:
-        rule, remedy = "one process is what layouts are compared to", "--dp 2, or parallel.tp=2 with a batch to suit"
-        raise UserError(Problem("world size", 1, rule, remedy))
-    return config, world
+
+def group_of(name: str) -> str:
+    """The part of the model that a parameter belongs to: embedding, attention, mlp, router, experts, norms, ..."""
+    parts = name.split(".")
+    if any(part.endswith("norm") for part in parts):
+        return "norms"
+    return parts[0] if parts[0] != "blocks" else parts[3] if parts[2] == "moe" else parts[2]
+
+
+def _numbers(record: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The numbers of a step that no layout changes, by what they are."""
+    numbers = {"tokens in the loss": record["tokens"], "loss": record["loss"], "gradient norm": record["grad_norm"]}
+    if moe := record.get("moe"):
+        numbers["tokens of experts"] = moe["tokens_per_expert"]
+        numbers["losses of routers"] = [moe[name] for name in ("balancing_loss", "z_loss", "entropy")]
+    return {what: torch.tensor(value, dtype=torch.float64) for what, value in numbers.items()}
+
+
+def _tensors(run: Path, step: int, kind: str, factor: float) -> dict[str, Tensor]:
+    """The first moments in a checkpoint, or masters and what balances routers, times `factor`, by parameter."""
+    found, read = newest(run / CHECKPOINTS, ParallelContext(), print, step=step), dict[str, Tensor]()
+    assert found is not None
+    for name, stored in found.manifest.tensors.items():
+        of, _, parameter = name.partition(".")
+        of_model = of in ("master", "blocks")
+        is_moment = not of_model and of != "optimizer" and not of.endswith("_sq")
+        if is_moment if kind == "gradients" else of_model:
+            value = read[name if of == "blocks" else parameter] = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+            found.read_into([Piece(name, stored.shape, (0,) * value.dim(), value)], unread=name.__ne__)
+            value *= factor
+    return read
+
+
+def _row(what: str, found: Tensor, expected: Tensor, where: str) -> Row:
+    return Row(what, float(expected.abs().max()), float((found - expected).abs().max()), where)

@@ -39,7 +39,8 @@ def test_a_full_disk_ends_neither_training_nor_the_last_checkpoint(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     said = capfd.readouterr()
-    assert "the checkpoint of step 2 was not saved: File too large" in said.out
+    assert "the checkpoint of step 2 was not saved: " in said.out
+    assert "File too large" in said.out
     assert "4 of 4 steps" in said.out
     assert "the state of step 4 is not saved; the newest is of step 1" in said.err
     assert view.add.call_args.args[0]["status"] == 1

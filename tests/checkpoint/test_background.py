@@ -1,6 +1,5 @@
 """A save behind the training: what is written is the state at its beginning, and nothing waits for the disk."""
 
-import gc
 import subprocess
 import sys
 import time
@@ -31,22 +30,17 @@ def test_the_stall_is_the_copy_and_not_the_write(tmp_path: Path) -> None:
 
 
 def test_the_copies_go_with_the_write(tmp_path: Path) -> None:
-    """Though the outcome is kept until somebody asks for it, and garbage in cycles is not collected meanwhile."""
+    """Though the outcome is kept until somebody asks for it."""
     copies: list[weakref.ref[torch.Tensor]] = []
 
     def write(pieces: Sequence[Piece], context: ParallelContext) -> Saved:
         copies.extend(weakref.ref(piece.tensor) for piece in pieces)
         return save(tmp_path, 1, pieces, {}, context, keep=1)
 
-    gc.disable()
-    try:
-        pending = BackgroundSaves(SINGLE).begin(whole(values(1)), write, begun=time.perf_counter())
-        while not pending.done():
-            time.sleep(0.01)
-        assert len(copies) == len(values(1))
-        assert [copy for copy in copies if copy() is not None] == []
-    finally:
-        gc.enable()
+    pending = BackgroundSaves(SINGLE).begin(whole(values(1)), write, begun=time.perf_counter())
+    pending.result()
+    assert len(copies) == len(values(1))
+    assert [copy for copy in copies if copy() is not None] == []
 
 
 LEAVE = """

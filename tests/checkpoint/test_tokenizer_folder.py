@@ -7,7 +7,7 @@ import pytest
 
 from megalite.checkpoint.run_folder import TOKENIZER, check_tokenizer, keep_tokenizer
 from megalite.errors.problems import UserError
-from megalite.prepare.made_tokenizers import byte_tokenizer, char_tokenizer
+from megalite.prepare.prepare import byte_tokenizer, char_tokenizer
 
 BYTE = byte_tokenizer()
 

@@ -8,9 +8,18 @@ import pytest
 
 from megalite.config.schema import Config
 from megalite.data.token_file import dtype_for
-from megalite.prepare.tokenizing import TokenWriter
+from megalite.prepare.tokenizing import as_stored, write_index
 
 WriteTokens = Callable[..., Path]
+
+
+def write_token_file(
+    prefix: Path, documents: list[list[int]], dtype: np.dtype, facts: dict[str, object] | None = None, **longest: int
+) -> None:
+    """A token file of these documents."""
+    ids = np.array([token for document in documents for token in document], dtype=np.int64)
+    prefix.with_name(prefix.name + ".bin").write_bytes(as_stored(ids, dtype).tobytes())
+    write_index(prefix, dtype, np.array([len(document) for document in documents]), facts or {}, **longest)
 
 
 @pytest.fixture
@@ -32,11 +41,7 @@ def write_tokens(tmp_path: Path) -> WriteTokens:
     """write_tokens(name, documents, vocab_size): a token file; returns its prefix."""
 
     def write(name: str, documents: list[list[int]], vocab_size: int = 1000) -> Path:
-        writer = TokenWriter(tmp_path / name, dtype_for(vocab_size))
-        for document in documents:
-            writer.add(np.array(document))
-            writer.end_document()
-        writer.finish({"vocab_size": vocab_size})
+        write_token_file(tmp_path / name, documents, dtype_for(vocab_size), {"vocab_size": vocab_size})
         return tmp_path / name
 
     return write

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ from megalite.config.schema import Config
 from megalite.data.open import open_data
 from megalite.data.token_file import TokenFile
 from megalite.prepare.prepare import prepare
-from megalite.prepare.tokenizing import TokenWriter, join, verify
+from megalite.prepare.tokenizing import join, verify
+from tests.data.conftest import write_token_file
 from tests.data.megatron.oracle import CASES, FIXTURES, HERE, IDS, Case
 
 ROOT = Path(__file__).parents[2]
@@ -21,12 +23,8 @@ ROOT = Path(__file__).parents[2]
 
 def write_here(case: Case, prefix: Path, longest: int = 1000) -> None:
     """The case as we write it: a document is one sequence, unless it is longer than `longest`."""
-    writer = TokenWriter(prefix, np.dtype(case.dtype), longest)
-    for document in case.documents:
-        for sequence in document:
-            writer.add(np.array(sequence, dtype=np.int64))
-        writer.end_document()
-    writer.finish({})
+    documents = [list(chain(*document)) for document in case.documents]
+    write_token_file(prefix, documents, np.dtype(case.dtype), longest=longest)
 
 
 @pytest.fixture(scope="module")
@@ -97,16 +95,10 @@ def test_what_we_write_is_read_by_megatron(ours: Path, megatron: tuple[Path, dic
         assert found[name] == {"dtype": name, "sequences": case.sequences, "boundaries": case.boundaries}
     cut = [[7, 8], [9, 10], [11, 12], [13, 14], [15, 16], [70_000]]
     assert found["cut"] == {"dtype": "int32", "sequences": cut, "boundaries": [0, 2, 3, 5, 6]}
-    joined = [*CASES["int32"].sequences, *cut]
-    assert found["joined"] == {"dtype": "int32", "sequences": joined, "boundaries": [0, 1, 2, 3, 5, 6, 8, 9]}
+    joined = [*CASES["int32"].sequences, *(list(chain(*document)) for document in CASES["several"].documents)]
+    boundaries = list(range(len(joined) + 1))  # each document is one sequence
+    assert found["joined"] == {"dtype": "int32", "sequences": joined, "boundaries": boundaries}
     assert found.keys() == {*IDS, "cut", "joined"}
-
-
-def test_files_that_megatron_joined_are_those_that_we_join(megatron: tuple[Path, object], tmp_path: Path) -> None:
-    theirs = megatron[0]
-    join([TokenFile.open(theirs / name) for name in ("int32", "several")], tmp_path / "joined", np.dtype("int32"), {})
-    for suffix in (".bin", ".idx"):
-        assert (tmp_path / f"joined{suffix}").read_bytes() == (theirs / f"joined{suffix}").read_bytes()
 
 
 def test_files_of_several_dtypes_blend(megatron: tuple[Path, object], config: Config) -> None:

@@ -15,8 +15,7 @@ from megalite.config.settings import with_values
 from megalite.data import open as open_module
 from megalite.data.open import note_changed_files, open_data
 from megalite.errors.problems import UserError
-from megalite.prepare.made_tokenizers import byte_tokenizer, char_tokenizer
-from megalite.prepare.prepare import prepare, prepare_file
+from megalite.prepare.prepare import byte_tokenizer, char_tokenizer, prepare, prepare_file
 from megalite.prepare.sources import Source
 
 WriteTokens = Callable[..., Path]
@@ -122,7 +121,7 @@ def test_another_tokenizer_than_the_one_that_made_the_tokens_is_refused(
     tokens.tokenizer = str(tmp_path / "right")
     assert open_data(tokens, prepare(tokens)).vocab_size == 100
     tokens.tokenizer = str(tmp_path / "other")
-    with pytest.raises(UserError, match="is another tokenizer than the one that made a"):
+    with pytest.raises(UserError, match="with another one than tokenizer names"):
         open_data(tokens, prepare(tokens))
 
 

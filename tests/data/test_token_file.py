@@ -16,7 +16,8 @@ import pytest
 from megalite.data import token_file
 from megalite.data.token_file import CODES, HEADER, MAGIC, TokenFile, dtype_for
 from megalite.errors.problems import UserError
-from megalite.prepare.tokenizing import TokenWriter, join, verify
+from megalite.prepare.tokenizing import join, verify
+from tests.data.conftest import write_token_file
 
 WriteTokens = Callable[..., Path]
 
@@ -42,19 +43,12 @@ def test_sixteen_bits_below_65500_tokens_else_thirty_two() -> None:
 
 @pytest.mark.parametrize("dtype", list(CODES), ids=str)
 def test_every_dtype_of_ids_is_readable(tmp_path: Path, dtype: np.dtype) -> None:
-    writer = TokenWriter(tmp_path / "x", dtype)
-    writer.add(np.array([1, 2, 100]))
-    writer.end_document()
-    writer.finish({})
+    write_token_file(tmp_path / "x", [[1, 2, 100]], dtype)
     assert TokenFile.open(tmp_path / "x").tokens[:].tolist() == [1, 2, 100]
 
 
 def test_a_document_longer_than_a_sequence_stays_one_document(tmp_path: Path) -> None:
-    writer = TokenWriter(tmp_path / "long", dtype_for(100), longest=4)
-    for length in (10, 3):
-        writer.add(np.arange(length))
-        writer.end_document()
-    writer.finish({})
+    write_token_file(tmp_path / "long", [list(range(10)), list(range(3))], dtype_for(100), longest=4)
     file = TokenFile.open(tmp_path / "long")
     assert file.lengths[:].tolist() == [4, 4, 2, 3]
     assert file.documents == 2
@@ -182,25 +176,19 @@ def test_verify_finds_content_that_is_not_what_was_prepared(write_tokens: WriteT
         verify(tmp_path / "j", 10)
 
 
-def test_an_id_that_does_not_fit_is_refused_without_assertions_too(tmp_path: Path) -> None:
+def test_an_id_that_does_not_fit_is_refused_without_assertions_too() -> None:
     """Not cut to 16 bits."""
     program = (
-        "import pathlib, sys, numpy\nfrom megalite.prepare.tokenizing import TokenWriter\n"
-        "TokenWriter(pathlib.Path(sys.argv[1]), numpy.dtype('<u2')).add(numpy.array([70_000]))"
+        "import numpy\nfrom megalite.prepare.tokenizing import as_stored\n"
+        "as_stored(numpy.array([70_000]), numpy.dtype('<u2'))"
     )
-    command = [sys.executable, "-O", "-c", program, str(tmp_path / "x")]
+    command = [sys.executable, "-O", "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
     assert "token id 70000 does not fit uint16" in done.stderr
 
 
 def test_the_index_comes_last_when_all_else_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file that was there before is gone at once: its index would describe other data."""
     synced: list[str] = []
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(Path(os.readlink(f"/proc/self/fd/{file}")).name))
-    (tmp_path / "x.idx").touch()
-    writer = TokenWriter(tmp_path / "x", np.dtype("<u2"))
-    assert not (tmp_path / "x.idx").exists()
-    writer.add(np.array([1, 2]))
-    writer.end_document()
-    writer.finish({})
+    write_token_file(tmp_path / "x", [[1, 2]], np.dtype("<u2"))
     assert [name[:6] for name in synced if name != tmp_path.name] == ["x.bin", ".x.jso", ".x.idx"]

@@ -16,8 +16,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from megalite.data.tokenizers import END, TextTokenizer, load_tokenizer
 from megalite.errors.problems import UserError
-from megalite.prepare.made_tokenizers import bpe_tokenizer, byte_tokenizer, char_tokenizer
-from megalite.prepare.prepare import named_tokenizer
+from megalite.prepare.prepare import bpe_tokenizer, byte_tokenizer, char_tokenizer, named_tokenizer
 
 TEXT = 'def f(x):\n    return {"a": x + 1}  # 1 + 1 = 2\n\n\nprint(f(41))\té 日本\r\n' * 30
 KINDS = ("byte", "char", "bpe")
@@ -68,7 +67,7 @@ def test_the_saved_folder_is_the_same_tokenizer_here_and_in_transformers(kind: s
 
 def test_training_the_same_text_gives_the_same_bpe_in_any_process(tmp_path: Path) -> None:
     code = (
-        "import sys; from megalite.prepare.made_tokenizers import bpe_tokenizer; "
+        "import sys; from megalite.prepare.prepare import bpe_tokenizer; "
         "print(bpe_tokenizer([sys.argv[1]] * 50 + ['x y ' + sys.argv[1]], 500).identity)"
     )
     made = {subprocess.check_output([sys.executable, "-c", code, TEXT]) for _ in range(2)}

@@ -105,6 +105,8 @@ def test_a_model_in_several_files_is_the_same_model(tmp_path: Path) -> None:
     assert tensors_of(parts).keys() == whole.keys()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(parts).state_dict()
     assert all(torch.equal(loaded[key], whole[key]) for key in whole)
+    one, again = (dict(import_model(folder, config)) for folder in (tmp_path / "one", parts))
+    assert all(torch.equal(again[name], value) for name, value in one.items())
 
 
 @pytest.mark.parametrize(

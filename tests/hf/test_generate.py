@@ -17,7 +17,7 @@ from megalite.data.tokenizers import load_tokenizer
 from megalite.hf import inference
 from megalite.hf.inference import Sampling, continued, read_prompt, texts_of
 from megalite.hf.saved_model import open_model
-from megalite.prepare.made_tokenizers import bpe_tokenizer, byte_tokenizer
+from megalite.prepare.prepare import bpe_tokenizer, byte_tokenizer
 from tests.hf.peers import PEERS, change_config, save_peer
 
 LIKELIEST, CONFIG = Sampling(temperature=0), Config(device="cpu")
@@ -149,7 +149,11 @@ class Unpickled:
     [
         ({"transformers_weights": "adapter_model.bin"}, {}, "transformers_weights='adapter_model.bin'"),
         ({}, {"adapter_config.json": '{"peft_type": "LORA"}'}, "an adapter beside the weights is not applied"),
-        ({"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.C"}}, {"theirs.py": "RUN"}, "never run"),
+        (
+            {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.C"}},
+            {"theirs.py": "RUN"},
+            "must be one of gpt2, llama, ",
+        ),
         ({"auto_map": {"AutoModelForCausalLM": "theirs.M"}}, {"theirs.py": "RUN", "weights": ""}, "never loaded"),
         ({}, {"model.safetensors.index.json": '{"weight_map": {"a": "pytorch_model.bin"}}', "weights": ""}, "complete"),
         ({}, {"model.safetensors.index.json": '{"weight_map": "abc"}', "weights": ""}, "must be an index"),

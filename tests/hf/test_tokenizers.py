@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
-from megalite.prepare.made_tokenizers import bpe_tokenizer, byte_tokenizer, char_tokenizer
+from megalite.prepare.prepare import bpe_tokenizer, byte_tokenizer, char_tokenizer
 
 TEXT = "def f(x):\n    return 1234567 # the quick brown fox isn't here: naïve façade 漢字\r\n\n" * 20
 PAGE = TEXT + "a<|tool|>b <|tool|> c <|end|>!" + "  \t x ABC 12 <|TOOL|>"

@@ -1,6 +1,7 @@
 """One speed for a run, wherever it is shown: the tokens of training steps over the time of training steps."""
 
 from dataclasses import replace
+from itertools import accumulate, repeat
 from pathlib import Path
 
 import pytest
@@ -14,22 +15,12 @@ from tests.train.runs import write_text
 from tests.train.test_run import config_for, start
 
 
-class Clock:
-    """A time that passes a second at each look."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        self.now += 1 + self.now / 10  # no two steps take equally long
-        return self.now
-
-
 def test_terminal_report_comparison_and_metrics_have_the_same_speed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With lines of every third step, evaluations in between, and a resume."""
-    monkeypatch.setattr(metrics, "perf_counter", Clock().perf_counter)
+    times = accumulate(repeat(1.0), lambda now, step: now + step + now / 10)  # no two steps take equally long
+    monkeypatch.setattr(metrics, "perf_counter", lambda: next(times))
     config = config_for(write_text(tmp_path / "text.txt"), tmp_path / "run", log_interval=3)
     assert start(replace(config, train=replace(config.train, steps=7))) == 0
     capsys.readouterr()

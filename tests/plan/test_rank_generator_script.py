@@ -88,12 +88,9 @@ def test_experts_are_shown_where_they_are_asked_for(asked: str) -> None:
     ("arguments", "counts"),
     [
         ([], [3, 3, 3, 3]),
-        (["--pp-split-rank", "2"], [6, 6, 6, 6]),
         (["--pp-split-rank", "2", "parallel.standalone_embedding=true"], [0, 12, 6, 6]),
         (["parallel.first_stage_layers=2", "parallel.last_stage_layers=4"], [2, 3, 3, 4]),
-        (["parallel.pipeline_layout='E t*5 | t*4|t*2|tL'"], [5, 4, 2, 1]),
         (["parallel.vpp=2", "parallel.pipeline_layout='Et*5|tt|t|t|t|t||tL'"], [5, 2, 1, 1, 1, 1, 0, 1]),
-        (["parallel.vpp=3"], [1] * 12),
         (["model.num_layers=10", "parallel.count_embedding=true", "parallel.count_loss=true"], [2, 3, 3, 2]),
     ],
 )

@@ -22,9 +22,10 @@ from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.prepare import prepare as preparation
-from megalite.prepare.tokenizing import TokenWriter
+from megalite.prepare import tokenizing
 from megalite.train.run import open_training_data
 from tests.bad_input.launching import SMALL, launch_folder, tree
+from tests.data.conftest import write_token_file
 from tests.ranks import run_ranks
 
 __all__ = ["launch_folder"]  # used by every test here
@@ -74,13 +75,7 @@ def not_utf8() -> None:
 
 
 def tokens(dtype: str, ids: list[int], name: str = "corpus", **facts: object) -> Arrange:
-    def arrange() -> None:
-        writer = TokenWriter(Path(name), np.dtype(dtype))
-        writer.add(np.array(ids))
-        writer.end_document()
-        writer.finish(facts)
-
-    return arrange
+    return lambda: write_token_file(Path(name), [ids], np.dtype(dtype), facts)
 
 
 def broken_link() -> None:
@@ -201,7 +196,7 @@ def test_an_unreadable_file_and_a_full_disk_are_said_plainly(
             raise PermissionError(13, "Permission denied")  # a test that runs as root cannot lack permission
         return opened(self, *args, **settings)
 
-    def full(self: object, tokens: object) -> None:
+    def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
     for name in ("is_dir", "open"):  # its folder cannot be entered, and it cannot be read
@@ -209,7 +204,7 @@ def test_an_unreadable_file_and_a_full_disk_are_said_plainly(
             patch.setattr(Path, name, refuse)
             with pytest.raises(UserError, match=r"a\.txt.*cannot be read: Permission denied"):
                 preparation.prepare(config)
-    monkeypatch.setattr(TokenWriter, "add", full)
+    monkeypatch.setattr(tokenizing, "as_stored", full)
     with pytest.raises(UserError, match=r"No space left[\s\S]*is kept"):
         preparation.prepare(config)
 

@@ -15,8 +15,7 @@ from megalite.data.open import open_data
 from megalite.data.token_file import TokenFile, with_suffix
 from megalite.data.tokenizers import TextTokenizer
 from megalite.errors.problems import UserError
-from megalite.prepare.made_tokenizers import byte_tokenizer, char_tokenizer
-from megalite.prepare.prepare import prepare, prepare_file, sample, targets_of
+from megalite.prepare.prepare import byte_tokenizer, char_tokenizer, prepare, prepare_file, sample, targets_of
 from megalite.prepare.sources import Source, sources_of
 
 LINE = "the quick brown fox jumps over the lazy dog; "

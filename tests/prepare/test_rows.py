@@ -13,8 +13,7 @@ import pytest
 from pyarrow import parquet
 
 from megalite.errors.problems import UserError
-from megalite.prepare.reading import pieces
-from megalite.prepare.sources import Source
+from megalite.prepare.sources import Source, pieces
 
 
 def texts(source: Source) -> list[str]:

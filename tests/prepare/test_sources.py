@@ -15,8 +15,7 @@ from pyarrow import parquet
 from megalite.errors.problems import UserError
 from megalite.prepare import sources
 from megalite.prepare.cuts import PIECE, behind_a_word, in_pieces
-from megalite.prepare.reading import Shard, pieces
-from megalite.prepare.sources import Source
+from megalite.prepare.sources import Shard, Source, pieces
 
 
 def texts(source: Source) -> list[str]:

@@ -26,17 +26,7 @@ from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.train.history import RunLog
 from megalite.train.saving import TrainingStoppedError
-from tests.train.runs import (
-    finish,
-    kill,
-    launch,
-    metrics,
-    outcome,
-    overrides,
-    state_bytes,
-    wait_for_step,
-    write_text,
-)
+from tests.train.runs import finish, kill, launch, metrics, outcome, overrides, state_bytes, wait_for_step, write_text
 from tests.train.test_bad_steps import poison
 from tests.train.test_run import STEPS, at_step, checkpoints, config_for, losses, run_on, start, stop_after
 

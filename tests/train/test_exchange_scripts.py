@@ -243,7 +243,7 @@ def model_of_positions(place: Path) -> None:
     from megalite.hf.export import export_model
     from megalite.model.init import start_values
     from megalite.model.parameters import gpt_parameters
-    from megalite.prepare.made_tokenizers import char_tokenizer
+    from megalite.prepare.prepare import char_tokenizer
     from tests.hf.peers import small
 
     config, others = small("gpt2", vocab_size=3), char_tokenizer(["abc"]).files(16)

@@ -31,10 +31,7 @@ def test_a_profiled_step_leaves_a_trace_and_a_table_and_learns_the_same(text: Pa
             labels = {event["name"] for event in json.load(trace)["traceEvents"]}
         assert {"train step", "part: forward", "part: backward", "part: optimizer", "aten::mm"} <= labels
     events = [event for event in read_events(folder / "events.jsonl") if event["kind"] == "profile"]
-    assert [(event["step"], event["folder"]) for event in events] == [
-        (2, f"{folder}/profile"),
-        (5, f"{folder}/profile"),
-    ]
+    assert [(it["step"], it["folder"]) for it in events] == [(step, f"{folder}/profile") for step in (2, 5)]
     assert start(config_for(text, tmp_path / "plain", steps=6)) == 0
     assert losses(folder) == losses(tmp_path / "plain")
 

@@ -9,16 +9,7 @@ from megalite.config.compose import load_config
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from tests.ranks import run_ranks
-from tests.train.runs import (
-    finish,
-    kill,
-    launch,
-    metrics,
-    overrides,
-    state_bytes,
-    train_on_rank,
-    wait_for_step,
-)
+from tests.train.runs import finish, kill, launch, metrics, overrides, state_bytes, train_on_rank, wait_for_step
 from tests.train.test_launch import launch_by_variables
 from tests.train.test_run import stop_after
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -25,16 +26,14 @@ from megalite.config.compose import load_config
 from megalite.config.layout import layout_of, stage_settings
 from megalite.config.rules import check
 from megalite.config.schema import Config, OptimizerConfig
-from megalite.errors.problems import Problem, UserError
+from megalite.errors.problems import Problem, refuse
 from megalite.launch.context import ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.layout.stages import stage_layers
 from megalite.train import run
 from megalite.train.history import METRICS
-from megalite.verify import verify as verify_module
-from megalite.verify.compare import compare
-from megalite.verify.shrink import MOST_RANKS, shrink, vocabulary_of
-from megalite.verify.verify import load, verify
+from megalite.verify.shrink import MOST_RANKS, load, shrink, vocabulary_of
+from megalite.verify.verify import compare, verify
 from tests.checkpoint.samples import SINGLE, whole
 from tests.layouts import moe_mutants, mutants
 from tests.ranks import start_forkserver
@@ -145,46 +144,30 @@ def test_a_mistake_of_some_layout_fails(
     assert [what for what in rows if not any(line.startswith(what) and " FAIL " in line for line in lines)] == []
 
 
-def failing(config: Config, place: ProcessEnvironment) -> int:
+def stopped(how: Callable[[], object], config: Config, place: ProcessEnvironment) -> int:
     if place.rank == 1:
-        raise ValueError("as told")
+        how()
     return train_rank(config, place)
-
-
-def dying(config: Config, place: ProcessEnvironment) -> int:
-    if place.rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return train_rank(config, place)
-
-
-def absent(config: Config, place: ProcessEnvironment) -> int:
-    if place.rank == 1:
-        time.sleep(60)
-    return train_rank(config, place)
-
-
-def refusing(config: Config, place: ProcessEnvironment) -> int:
-    raise UserError(Problem("model", "this", "is refused late", "another"))
 
 
 @pytest.mark.parametrize(
-    ("mutant", "timeout_s", "status", "said"),
+    ("how", "timeout_s", "status", "said"),
     [
-        (failing, 60, 1, ["FAIL: rank 1 failed:", "ValueError: as told"]),
-        (dying, 60, 1, ["FAIL: rank 1 died by SIGKILL"]),
-        (absent, 6, 1, ["FAIL: rank 0 did not answer in time", "rank 1 did not answer", "stood at", "in absent"]),
-        (refusing, 60, 2, ["is refused late"]),
+        (partial(int, "as told"), 60, 1, ["FAIL: rank 1 failed:", "ValueError: invalid literal"]),
+        (partial(signal.raise_signal, signal.SIGKILL), 60, 1, ["FAIL: rank 1 died by SIGKILL"]),
+        (partial(time.sleep, 60), 6, 1, ["FAIL: rank 0 did not answer in time", "rank 1 did not answer", "in stopped"]),
+        (partial(refuse, [Problem("model", "this", "is refused late", "another")]), 60, 2, ["is refused late"]),
     ],
 )
 def test_a_rank_that_cannot_finish_is_named(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    mutant: Any,
+    how: Any,
     timeout_s: float,
     status: int,
     said: list[str],
 ) -> None:
-    broken(monkeypatch, mutant)
+    broken(monkeypatch, partial(stopped, how))
     assert plan.verify(["parallel.tp=2", "--dp=1", f"--timeout={timeout_s}"]) == status
     error = capsys.readouterr().err
     assert [text for text in said if text not in error] == [], error
@@ -280,7 +263,7 @@ def slopes(config: Config) -> list[int]:
     return [int(np.sign(more - less)) for less, more in pairwise(counts)]
 
 
-ODD = "train.seq_length=252"
+ODD = "model.num_attention_heads=12 model.hidden_size=240 train.seq_length=252"
 ASKED: list[tuple[int, str]] = [
     (4, "parallel.tp=2"),
     (8, "model=gpt2 parallel.tp=4 train.recompute=full train.recompute_layers=2"),
@@ -293,14 +276,8 @@ ASKED: list[tuple[int, str]] = [
     (2, "parallel.tp=2 parallel.sequence_parallel=false train.seq_length=255"),
     (2, "model.hidden_size=512 model.head_size=32 train.micro_batch_size=1"),
     (2, "model.hidden_size=64 model.head_size=32 optimizer.clip_grad=0"),
-    (
-        3,
-        f"parallel.tp=3 model.num_attention_heads=12 model.hidden_size=240 model.ffn_hidden_size=636 {ODD}",
-    ),
-    (
-        12,
-        f"parallel.tp=6 model.num_attention_heads=12 model.hidden_size=240 model.ffn_hidden_size=600 {ODD}",
-    ),
+    (3, f"parallel.tp=3 model.ffn_hidden_size=636 {ODD}"),
+    (12, f"parallel.tp=6 model.ffn_hidden_size=600 {ODD}"),
     (4, "parallel.pp=4 parallel.schedule=zb-h1"),
     (4, "parallel.pp=4 train.global_batch_size=3 train.micro_batch_size=1"),
     (2, "parallel.pp=2 parallel.vpp=2 parallel.microbatch_group_size=3 train.micro_batch_size=1"),
@@ -318,23 +295,12 @@ ASKED: list[tuple[int, str]] = [
     (64, "model=qwen3_30b_a3b parallel.tp=2 parallel.ep=8 parallel.etp=1 train.global_batch_size=64"),
     (32, "model=mixtral_8x7b parallel.tp=4 parallel.ep=4 parallel.pp=2 train.global_batch_size=64"),
     (64, "model=deepseek_v3_moe_part parallel.ep=8 train.global_batch_size=64"),
+    (4, "device=cuda precision=bf16 optimizer.gradient_dtype=bf16"),
+    (4, "device=cuda optimizer.communication_dtype=bf16 optimizer.moment_dtype=bf16 precision=bf16"),
+    (4, "device=cuda train.attention=flex"),
+    (4, "device=cuda precision=bf16 train.attention=fa4"),
+    (4, "device=cuda precision=bf16 parallel.async_tp=true train.compile=true parallel.tp=2"),
 ]
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "precision=bf16 optimizer.gradient_dtype=bf16",
-        "optimizer.communication_dtype=bf16 optimizer.moment_dtype=bf16 precision=bf16",
-        "train.attention=flex",
-        "precision=bf16 train.attention=fa4",
-        "precision=bf16 parallel.async_tp=true train.compile=true parallel.tp=2",
-    ],
-)
-def test_settings_of_gpus_and_short_numbers_are_shrunk_away(words: str) -> None:
-    config = load_config(f"device=cuda {words}".split(), 4)
-    small, layout, _ = shrink(config, 4)
-    assert not check(small, layout.world_size)
 
 
 @pytest.mark.parametrize(("world_size", "words"), ASKED)
@@ -392,14 +358,14 @@ def test_each_kind_of_difference_is_found_where_it_is_however_small_the_tensor(
 ) -> None:
     runs = write_run(tmp_path / "layout", **off), write_run(tmp_path / "single")
     rows = compare(*runs, OptimizerConfig())
-    assert {row.what: row.where for row in rows if not row.passed} == failed
+    assert {row.what: row.where for row in rows if row.excess > 1} == failed
 
 
 # --- as a user -----------------------------------------------------------------------------------------------------
 
 
 def test_the_command_imports_no_torch_before_it_has_refused() -> None:
-    code = f"import sys, {verify_module.__name__}; sys.exit('torch' in sys.modules)"
+    code = f"import sys, {plan.__name__}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -35,7 +35,8 @@ class Family(ABC):
     head_size: ClassVar[int | None] = None  # where config.json does not say it; None: hidden size by heads
     modules: ClassVar[Mapping[str, Sequence[str]]]  # logical module: modules in the file (N: layer, E: expert)
 
-    def names(self, found: Found) -> dict[str, str]:
+    @property
+    def names(self) -> dict[str, str]:
         """{key: setting} for the keys of a config.json whose type and bounds are those of a setting."""
         return {**{key: name for name, key in self.keys.items()}, **self.also}
 
@@ -50,7 +51,8 @@ class Family(ABC):
     def describe(self, settings: Settings) -> dict[str, Any]:
         """The keys of config.json for a resolved model; the inverse of `settings` where the family can express it."""
         told = {key: settings[name] for name, key in self.keys.items()}
-        return {"model_type": self.model_type, "initializer_range": settings["init_std"], **self.only, **told}
+        about = {"model_type": self.model_type, "architectures": [self.architecture]}
+        return {**about, "initializer_range": settings["init_std"], **self.only, **told}
 
     def beyond(self, found: Found) -> Iterator[Beyond]:
         """Keys whose value no setting says."""

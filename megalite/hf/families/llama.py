@@ -59,14 +59,17 @@ class RotaryFamily(Family):
         return settings | {"rope_scaling": rope["rope_type"], **{name: rope[key] for key, name in keys.items()}}
 
     def describe(self, settings: Settings) -> dict[str, Any]:
-        """Scaled positions are in the older of two forms, which transformers 4 and 5 both read, without nulls."""
-        kind = settings["rope_scaling"]
+        """Scaled positions are in the older of two forms, which transformers 4 and 5 both read, without nulls; version
+        4 takes YaRN's factor from the length."""
+        kind, factor = settings["rope_scaling"], settings["rope_scaling_factor"]
+        stretched = kind == "yarn" and factor > 1 and round(factor * settings["rope_original_positions"])
         keys = {key: settings[name] for name, key in SCALINGS[kind].items() if settings[name] is not None}
         return super().describe(settings) | {
             **dict.fromkeys(("attention_bias", "mlp_bias", "use_sliding_window"), False),
             "attention_dropout": settings["attention_dropout"],
+            "max_position_embeddings": stretched or settings["max_positions"],
             "rope_theta": settings["rope_theta"],
-            "rope_scaling": None if settings["rope_scaling_factor"] == 1.0 else {"rope_type": kind, **keys},
+            "rope_scaling": None if factor == 1.0 else {"rope_type": kind, **keys},
         }
 
     def beyond(self, found: Found) -> Iterator[Beyond]:

@@ -16,7 +16,11 @@ class Qwen3MoE(ExpertFamily):
         "moe.top_k": "num_experts_per_tok",
         "moe.ffn_hidden_size": "moe_intermediate_size",
     }
-    also = RotaryFamily.also | {"norm_topk_prob": "moe.normalize_weights", "decoder_sparse_step": "moe.layer_freq"}
+    also = RotaryFamily.also | {
+        "norm_topk_prob": "moe.normalize_weights",
+        "decoder_sparse_step": "moe.layer_freq",
+        "num_local_experts": "moe.num_experts",  # its name in transformers 5
+    }
     absent = {
         **RotaryFamily.absent,
         "num_key_value_heads": 4,
@@ -26,14 +30,9 @@ class Qwen3MoE(ExpertFamily):
     }
     modules = expert_modules("mlp", "gate", "gate_proj", "up_proj", "down_proj")
 
-    def names(self, found: Found) -> dict[str, str]:
-        keys = super().names(found)
-        if "num_experts" not in found and "num_local_experts" in found:  # its name in transformers 5
-            keys["num_local_experts"] = keys.pop("num_experts")
-        return keys
-
     def settings(self, found: Found) -> dict[str, Any]:
-        found = {**self.absent, "num_experts": found.get("num_local_experts"), **found}
+        found = {**self.absent, **found}
+        found = found if "num_experts" in found else {**found, "num_experts": found["num_local_experts"]}
         settings, (first, step) = super().settings(found), _first_and_step(found) or (0, 1)
         return settings | {
             "moe.first_dense_layers": first,

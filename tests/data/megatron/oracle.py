@@ -77,14 +77,6 @@ def write(case: Case, prefix: Path) -> None:
     builder.finalize(f"{prefix}.idx")
 
 
-def join(prefixes: list[Path], dtype: str, joined: Path) -> None:
-    """Several files in one, as megatron-core joins them."""
-    builder = megatron().IndexedDatasetBuilder(f"{joined}.bin", dtype=getattr(np, dtype))
-    for prefix in prefixes:
-        builder.add_index(str(prefix))
-    builder.finalize(f"{joined}.idx")
-
-
 def read(prefix: Path) -> dict[str, object]:
     """What megatron-core finds in a token file."""
     found = megatron().IndexedDataset(str(prefix))
@@ -104,7 +96,6 @@ def main(arguments: list[str]) -> None:
     theirs, *ours = map(Path, arguments)
     for name, case in CASES.items():
         write(case, theirs / name)
-    join([theirs / "int32", theirs / "several"], "int32", theirs / "joined")
     prefixes = [path.with_suffix("") for folder in ours for path in sorted(folder.glob("*.idx"))]
     print(json.dumps({prefix.name: read(prefix) for prefix in prefixes}))
 
