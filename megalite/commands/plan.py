@@ -65,11 +65,12 @@ def ranks(options: Namespace, overrides: list[str]) -> Shown:
     config = load_values(overrides, sorted(RANKS_READ))
     places_layers = not named.isdisjoint(("model", "model.num_layers", "experiment"))
     experts = config.model.moe.num_experts
-    if not experts and (options.experts or not named.isdisjoint(("parallel.ep", "parallel.etp"))):
+    asked = options.experts or config.parallel.ep > 1 or not named.isdisjoint(("parallel.ep", "parallel.etp"))
+    if not experts and asked:
         config = with_values(config, {"model.moe.num_experts": config.parallel.ep})
     case = Case(config, options.world_size, options.pp_split_rank, LABELS)
-    asked = (*(rules.EXPERT_RULES if experts else ()), *(rules.STAGE_RULES if places_layers else ()))
-    problems = problems_of(case, (*rules.LAYOUT_RULES, *asked))
+    others = (*(rules.EXPERT_RULES if experts else ()), *(rules.STAGE_RULES if places_layers else ()))
+    problems = problems_of(case, (*rules.LAYOUT_RULES, *others))
     settings = stage_settings(config, options.pp_split_rank)
     if not places_layers and (settled := [name for name in settings.asked if name != "vpp"]):
         rule = f"is needed by {' and '.join({**STAGE_NAMES, **LABELS}[name] for name in settled)}"

@@ -39,7 +39,7 @@ INERT: list[Inert] = [
     ("rope_scaling", "llama3", "rope_low_frequency_factor rope_high_frequency_factor"),
     ("rope_scaling", "yarn", "rope_beta_slow rope_beta_fast rope_truncate rope_attention_factor"),
     ("rope_scaling", "yarn", "rope_mscale rope_mscale_all_dim"),
-    ("cp", 2, "cp_comm"),
+    ("cp", 2, "cp_comm cp_alltoall"),
     ("cp_comm", "alltoall+ring", "cp_alltoall"),
     ("num_experts", 1, "ep"),
     ("score", "softmax", "pre_softmax"),

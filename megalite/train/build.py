@@ -229,7 +229,7 @@ def precision_problems(config: Config, precision: str) -> list[Problem]:
     return [
         _problem(config, names[0], rule.replace("{1}", here), SETTINGS[names[0]].default)
         for names, rule in clashes(with_values(config, {"precision": precision}))
-        if "precision" in names
+        if "precision" in names and names[0] != "train.attention"  # which `use_attention` tries
     ]
 
 
