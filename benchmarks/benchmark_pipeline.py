@@ -314,7 +314,7 @@ def _run_rank(rank: int, folder: str, configs: dict[str, Config], rounds: int) -
     store = FileStore(str(Path(folder, "store")), RANKS)
     config = configs["1f1b"]
     layout, dtype = ParallelLayout(pp=RANKS), DTYPES[config.precision]
-    context = join(layout, rank, torch.device("cpu"), dtype, store, timeout_s=600, needs=needs_of(config))
+    context = join(ParallelContext(layout, rank, dtype=dtype, store=store), timeout_s=600, needs=needs_of(config))
     measured = measure(context, configs, rounds)
     context.barrier()
     context.close()

@@ -365,7 +365,7 @@ def _run_rank(rank: int, folder: str, config: Config, rounds: int) -> None:
     store = FileStore(str(Path(folder, "store")), RANKS)
     dtype = DTYPES[config.precision]
     layout = ParallelLayout(dp=RANKS)
-    context = join(layout, rank, torch.device("cpu"), dtype, store, timeout_s=600, needs=needs_of(config))
+    context = join(ParallelContext(layout, rank, dtype=dtype, store=store), timeout_s=600, needs=needs_of(config))
     measured = measure(context, config, rounds)
     context.barrier()
     context.close()

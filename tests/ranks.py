@@ -191,6 +191,7 @@ def _serve(sender: Connection, job: bytes, rank: int, world_size: int, folder: s
     import torch
     import torch.distributed as dist
 
+    from megalite.launch.context import ParallelContext
     from megalite.launch.startup import join
 
     torch.set_num_threads(1)
@@ -200,8 +201,8 @@ def _serve(sender: Connection, job: bytes, rank: int, world_size: int, folder: s
         try:
             function, args, dtype, layout, needs = pickle.loads(job)
             store = dist.FileStore(str(Path(folder) / "store"), world_size)
-            cpu = torch.device("cpu")
-            context = join(layout, rank, cpu, dtype or torch.float32, store, timeout_s=2 * timeout, needs=needs)
+            place = ParallelContext(layout, rank, dtype=dtype or torch.float32, store=store)
+            context = join(place, timeout_s=2 * timeout, needs=needs)
             context.barrier()  # a rank that ends at once must not break connections that others still make
             answer = _Answer(time.monotonic(), function(context, *args))
         except BaseException as error:

@@ -15,7 +15,7 @@ import torch
 from torch.multiprocessing.spawn import start_processes
 
 from megalite.config.files import FIGURES, in_the_way
-from megalite.hf.import_model import import_model
+from megalite.hf.saved_model import import_model
 from megalite.launch.context import ParallelContext
 from megalite.model.flops import parameter_count
 from tests.ranks import start_forkserver

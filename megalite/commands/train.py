@@ -72,7 +72,7 @@ def check(argv: list[str]) -> tuple[Config, ProcessEnvironment]:
 
 def train_rank(config: Config, environment: ProcessEnvironment) -> int:
     """Train as `config` says, on this rank: the exit status. Packages that training does not import meet it here."""
-    from megalite.hf.import_model import import_model
+    from megalite.hf.saved_model import import_model
     from megalite.launch.preflight import preflight, table
     from megalite.observe.about import open_views, start_fields
     from megalite.observe.terminal import Terminal

@@ -74,10 +74,8 @@ class TokenFile:
 
     @classmethod
     def open(cls, prefix: Path) -> "TokenFile":
-        """Open PREFIX.bin and PREFIX.idx; UserError if they are missing, damaged or do not belong together.
-
-        In a large index, some 4 million entries are checked, spread evenly over it.
-        """
+        """Open PREFIX.bin and PREFIX.idx; UserError if they are missing, damaged or do not belong together. In a large
+        index, some 4 million entries are checked, spread evenly over it."""
         data, index = _mapped(with_suffix(prefix, ".bin")), _mapped(with_suffix(prefix, ".idx"))
         head = index[: HEADER.size].tobytes().ljust(HEADER.size, b"\0")
         magic, version, code, sequences, boundaries = HEADER.unpack(head)

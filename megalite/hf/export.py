@@ -27,8 +27,7 @@ from megalite.config.settings import yaml_value
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.hf.families import FAMILIES
 from megalite.hf.families.family import Family
-from megalite.hf.import_model import Source, sources
-from megalite.hf.saved_model import SavedModel
+from megalite.hf.saved_model import SavedModel, Source, sources
 from megalite.launch.device import DTYPES
 from megalite.model.flops import active_parameters, parameter_count
 from megalite.train.history import read_metrics

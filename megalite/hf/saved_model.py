@@ -1,14 +1,21 @@
 """A trained model on disk, opened for reading: a checkpoint of a run, in any layout, or a folder of transformers.
 
-Reading takes no lock and renames nothing, so it may be done while the run goes on.
+Reading takes no lock and renames nothing, so it may be done while the run goes on. In a folder of transformers
+(hf/families/) only config.json and safetensors are read: no model of transformers is built, nothing is downloaded or
+unpickled. What does not fit (another shape, missing or unexpected tensors) is refused, all of it in one message. A
+dense file also makes a model with experts: the MLP is every expert, and there are no routers (arXiv 2212.05055).
 """
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial, reduce
+from operator import attrgetter
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megalite.checkpoint.commit import CHECKPOINTS
@@ -17,12 +24,21 @@ from megalite.checkpoint.reading import Found, newest
 from megalite.checkpoint.run_folder import TOKENIZER, check_tokenizer
 from megalite.config.derive import derive_model
 from megalite.config.files import RUN, read_object
-from megalite.config.model_folder import holds_tokenizer, imported_model, read_model_file
-from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS, leaves, with_values
+from megalite.config.model_folder import (
+    SETTING,
+    folder_problem,
+    holds_tokenizer,
+    imported_model,
+    imported_model_settings,
+    read_model_file,
+    settings_of,
+)
+from megalite.config.schema import Config, ModelConfig
+from megalite.config.settings import SETTINGS, leaves, with_values, yaml_value
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
-from megalite.errors.problems import Problem, UserError, to_stderr
-from megalite.hf.import_model import import_model
+from megalite.errors.problems import Problem, UserError, refuse, to_stderr
+from megalite.hf.families import FAMILIES
+from megalite.hf.families.family import Family, differences
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES, choose_device, choose_precision
 from megalite.launch.environment import ProcessEnvironment
@@ -33,6 +49,12 @@ from megalite.model.routers import Routers
 from megalite.train.saving import SavedState
 
 LONGEST = 1024  # tokens in a sequence, where a model of others was made for more
+HEAD = "lm_head.weight"
+FLOATING = ("F64", "F32", "F16", "BF16")
+NOT_WEIGHTS = re.compile(r"attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # buffers that older versions saved
+MOST_NAMED = 20  # tensors that do not fit
+
+Stored = dict[str, tuple[Any, str]]  # by name in `sources`: the open file, and the tensor's name there
 
 
 @dataclass(frozen=True)
@@ -125,3 +147,143 @@ def _open_run(folder: Path, step: int | None) -> SavedModel:
     config = with_values(Config(), {name: value for name, value in settings.items() if name in SETTINGS})
     check_tokenizer(folder, state.tokenizer)
     return SavedModel(folder, config, folder / TOKENIZER if (folder / TOKENIZER).is_dir() else None, found, state)
+
+
+class Source(NamedTuple):
+    """The tensors of a file that a logical parameter consists of. In a dense file, several experts are one tensor."""
+
+    shape: tuple[int, ...]
+    names: Sequence[str]
+    parts: Callable[[Tensor], Sequence[Tensor]]  # views of the parameter, one for each name
+    dims: int  # of a tensor in the file: 2, or 1 of norms and biases
+    turned: bool  # the file has [in, out]
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(part.shape) for name, part in self.split(torch.empty(self.shape, device="meta")).items()}
+
+    def split(self, value: Tensor) -> dict[str, Tensor]:
+        """The tensors of the file, by name; views where that is possible."""
+        parts = [part.flatten(0, part.dim() - self.dims) for part in self.parts(value)]
+        return {name: part.t() if self.turned else part for name, part in zip(self.names, parts, strict=True)}
+
+    def join(self, read: Callable[[str], Tensor]) -> Tensor:
+        """The inverse of `split`, to the bit."""
+        tensors = {name: read(name) for name in dict.fromkeys(self.names)}
+        value = torch.zeros(self.shape, dtype=reduce(torch.promote_types, (each.dtype for each in tensors.values())))
+        for name, part in zip(self.names, self.parts(value), strict=True):
+            part.copy_((tensors[name].t() if self.turned else tensors[name]).reshape(part.shape))
+        return value
+
+
+def import_model(
+    folder: str | Path, config: ModelConfig, names: Container[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """(logical name, tensor of the logical shape, in the dtype of the file) for every parameter of `config`, or for
+    those of `names`. A dense model for a `config` with experts gives its MLP for each expert, and no router.
+
+    All names and shapes are checked before the first is read; vocabulary rows that pad the table are zero.
+    """
+    folder = Path(folder)
+    family, settings = FAMILIES[read_model_file(folder)["model_type"]], imported_model_settings(folder)
+    config = replace(config, vocab_size=config.vocab_size or settings["vocab_size"])
+    others = differences(settings, settings_of(config))
+    if config.moe.num_experts and not family.has_experts:  # the MLP is every expert, and experts have no biases
+        experts = {"moe.ffn_hidden_size": settings["ffn_hidden_size"], "moe.num_shared_experts": 0}
+        experts |= {"moe.num_experts": 0} if settings["bias"] else {}
+        others |= {name: value for name, value in experts.items() if attrgetter(name)(config) != value}
+    rule = f"is another in the model of {folder}"
+    refuse(
+        [
+            Problem(f"model.{name}", attrgetter(name)(config), rule, f"model.{name}={yaml_value(value)}")
+            for name, value in others.items()
+        ]
+    )
+    stored, wanted = _stored_tensors(folder, family.prefix), sources(family, config)
+    refuse([*_misfits(folder, stored, wanted, ignored={HEAD} if config.tie_embeddings else set())][:MOST_NAMED])
+    if config.tie_embeddings and HEAD in stored:  # transformers uses it, whatever config.json says
+        own, head = (_tensor(folder, stored, name) for name in (*wanted["embedding.word.weight"].names, HEAD))
+        if not torch.equal(own, head):
+            rule = f"tie_word_embeddings=true, and {HEAD} is another matrix than the embedding"
+            raise UserError(Problem(SETTING, str(folder), rule, "tie_word_embeddings=false in its config.json"))
+    return (
+        (name, source.join(partial(_tensor, folder, stored)))
+        for name, source in wanted.items()
+        if names is None or name in names
+    )
+
+
+def sources(family: Family, config: ModelConfig) -> dict[str, Source]:
+    """The sources by logical name, in the order of `gpt_parameters`. `config` is resolved (no None left)."""
+    found = dict[str, Source]()
+    for record in gpt_parameters(config):
+        layer = "".join(re.findall(r"\.(\d+)\.", record.name))
+        module, _, kind = re.sub(r"\.\d+\.", ".N.", record.name).rpartition(".")
+        modules = family.modules.get(module, ())
+        if record.precision == "master" and not modules:
+            continue  # a router, of a dense file
+        names = [
+            f"{family.prefix}{name.replace('N', layer).replace('E', str(expert))}.{kind}"
+            for expert in range(config.moe.num_experts if ".experts." in module else 1)
+            for name in modules
+        ] or [HEAD]
+        dims = 1 if kind == "bias" or module.endswith("norm") else 2
+        turned = family.conv1d and dims == 2 and module.startswith("blocks.")
+        found[record.name] = Source(record.shape, names, partial(_parts, family, config, module), dims, turned)
+    return found
+
+
+def _parts(family: Family, config: ModelConfig, module: str, value: Tensor) -> Sequence[Tensor]:
+    """The parts of a parameter that are tensors of the file, as views."""
+    if module in ("embedding.word", "head"):
+        return [value[: config.vocab_size]]  # the rows that round ours up are zero
+    if module.endswith(".qkv"):  # [groups, queries + 2, size, ...]
+        each = value.split((value.shape[1] - 2, 1, 1), dim=1)
+        return [value.transpose(0, 1)] if family.conv1d else each  # all queries, all keys, all values
+    if module.endswith(("gate_up", "experts.down")):  # [2, ffn, ...], [experts, 2, ffn, h], [experts, h, ffn]
+        return value.flatten(0, max(0, value.dim() - 3)).unbind()
+    return [value]
+
+
+def _stored_tensors(folder: Path, prefix: str) -> Stored:
+    """Every tensor in the safetensors files of the folder. Old folders leave the prefix of the names out."""
+    if (adapter := folder / "adapter_config.json").exists():
+        rule = "an adapter beside the weights is not applied"
+        raise UserError(Problem(SETTING, str(adapter), rule, "merge it (merge_and_unload), and save_pretrained"))
+    index, names = folder / "model.safetensors.index.json", {"model.safetensors"}
+    if index.exists() and not (folder / "model.safetensors").exists():
+        parts = read_object(index).get("weight_map")
+        if not isinstance(parts, dict):
+            raise UserError(folder_problem(index, "must be an index of safetensors files"))
+        names = {Path(str(name)).name for name in parts.values()}
+    stored: Stored = {}
+    for path in (folder / name for name in sorted(names)):
+        try:
+            file = safe_open(path, framework="pt")
+        except (OSError, SafetensorError) as error:
+            rule = f"must be a complete safetensors file ({error}); pickled weights (*.bin) are never loaded"
+            raise UserError(folder_problem(path, rule)) from error
+        for name in file.keys():  # noqa: SIM118
+            known = name == HEAD or name.startswith(prefix)
+            stored[name if known else prefix + name] = file, name
+    return stored
+
+
+def _misfits(folder: Path, stored: Stored, wanted: dict[str, Source], ignored: set[str]) -> Iterator[Problem]:
+    """Every tensor that is missing, unexpected, or of another shape or kind."""
+    shapes = {name: shape for source in wanted.values() for name, shape in source.shapes.items()}
+    for name, shape in shapes.items():
+        header = stored[name][0].get_slice(stored[name][1]) if name in stored else None
+        if header is None or tuple(header.get_shape()) != shape or header.get_dtype() not in FLOATING:
+            yield folder_problem(folder, f"must have {name} of the shape {[*shape]}, in one of {', '.join(FLOATING)}")
+    for name in stored.keys() - shapes.keys() - ignored:
+        if not NOT_WEIGHTS.search(name):
+            yield folder_problem(folder, f"must have no tensors but the model's own, and holds {name}")
+
+
+def _tensor(folder: Path, stored: Stored, name: str) -> Tensor:
+    file, full_name = stored[name]
+    tensor: Tensor = file.get_tensor(full_name)
+    if not torch.isfinite(tensor).all():
+        raise UserError(folder_problem(folder, f"must hold finite numbers, unlike {full_name}"))
+    return tensor

@@ -146,8 +146,11 @@ def all_ranks_or_raise(context: ParallelContext, action: Callable[[], T], *, pat
         result = action()
     except UserError as error:
         failure, words = error, ["input", [problem.as_json() for problem in error.problems]]
+    except OSError as error:
+        failure, place = error, f" ({error.filename})" if error.filename else ""
+        words = ["storage", f"{error.strerror or error}{place}"]
     except Exception as error:
-        failure, words = error, ["storage" if isinstance(error, OSError) else "bug", f"{type(error).__name__}: {error}"]
+        failure, words = error, ["bug", f"{type(error).__name__}: {error}"]
     if patient:
         context.barrier(patient=True)
     failed = [(rank, *entry) for rank, entry in enumerate(context.gather_json(words)) if entry]

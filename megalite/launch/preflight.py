@@ -44,19 +44,20 @@ Measures = Mapping[str, Any]
 
 def preflight(context: ParallelContext, folder: Path) -> dict[str, Measures]:
     """The measures of every node, by its name, on rank 0; nothing elsewhere. All ranks call it. `folder` is that of
-    checkpoints; where it is missing, the nearest above it that rank 0 finds counts. UserError where a rank does not
+    checkpoints; where it is missing, the nearest above it that a rank finds counts. UserError where a rank does not
     even say on which node it is."""
-    here = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    found = next(str(each) for each in (folder.absolute(), *folder.absolute().parents) if each.is_dir())
+    here, there = os.environ.get("SLURMD_NODENAME") or socket.gethostname(), list[str]()
     mine, nodes = _Rank(context), defaultdict[str, list[int]](list)
-    places = mine.call("places", [here, context.device.type, gpu_id(context.device), found])
+    above = (folder.absolute(), *folder.absolute().parents)
+    mine.in_time(HANG_S, ERROR, lambda: there.append(next(str(each) for each in above if each.is_dir())))
+    places = mine.call("places", [here, context.device.type, gpu_id(context.device), "".join(there)])
     if absent := [rank for rank in range(context.world_size) if rank not in places]:
         rule = f"no answer within {WAIT_S:.0f} s from rank {listed(absent)}"
         raise UserError(Problem("preflight", context.world_size, rule, "look at their logs and nodes"))
     for rank, (name, *_) in places.items():
         nodes[name].append(rank)
-    writes_to = Path(places[0][3]) if nodes[here][0] == context.rank else None
-    mine.in_time(HANG_S, ERROR, lambda: mine.measure(writes_to))
+    nearest = Path(max((place[3] for place in places.values()), key=len) or folder)
+    mine.in_time(HANG_S, ERROR, lambda: mine.measure(nearest if nodes[here][0] == context.rank else None))
     sharers = [rank for rank, place in places.items() if place[:3] == places[context.rank][:3] and place[2]]
     if len(sharers) > 1:
         mine.own[ERROR] = f"ranks {listed(sharers)} share one GPU"
@@ -143,7 +144,7 @@ class _Rank:
         def act() -> None:
             try:
                 action()
-                del self.own[name]
+                self.own.pop(name, None)
             except Exception as error:
                 self.own[name] = f"{type(error).__name__}: {error}".splitlines()[0]
 

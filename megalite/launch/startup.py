@@ -18,6 +18,7 @@ import time
 import uuid
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,13 +34,13 @@ from megalite.launch.context import LONGEST_PAUSE_S, ParallelContext, answers, l
 from megalite.launch.device import set_threads
 from megalite.launch.environment import ProcessEnvironment, allow_open_files, is_loopback, keep_freed_memory
 from megalite.layout.groups import GroupNeeds, GroupSpec, all_groups, groups_of
-from megalite.layout.ranks import ParallelLayout
 
 CODE = Path(__file__).parents[1]  # all of megalite
 ROUND = "megalite/round"  # the token of the rank 0 that has opened the newest one
 AGENT_SERVES = "TORCHELASTIC_USE_AGENT_STORE"  # "True": the store is torchrun's, and outlives the ranks
 
-NcclOptions = Mapping[str, Any]  # attributes of torch's ProcessGroupNCCL.Options, or of its `config`
+# By `GroupSpec.options`, attributes of torch's ProcessGroupNCCL.Options, or of its `config`.
+NcclOptions = Mapping[str, Mapping[str, Any]]
 
 
 class RankInfo(NamedTuple):
@@ -207,38 +208,31 @@ def code_fingerprint() -> str:
 
 
 def join(
-    layout: ParallelLayout,
-    rank: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    store: Store | None,
-    *,
-    timeout_s: float,
-    needs: GroupNeeds | None = None,
-    nccl: Mapping[str, NcclOptions] | None = None,
+    place: ParallelContext, *, timeout_s: float, needs: GroupNeeds | None = None, nccl: NcclOptions | None = None
 ) -> ParallelContext:
-    """This rank's context: make the world, whose ranks have met at `store`, and the groups of the layout. Until
-    `set_timeout` is called, a rank may take `timeout_s` to join the others. (Where torch's fake backend is the world
-    already, one process becomes any rank of any layout.)"""
+    """The context of a rank at this place: make the world, whose ranks have met at its store, and the groups of its
+    layout. Until `set_timeout` is called, a rank may take `timeout_s` to join the others. (Where torch's fake backend
+    is the world already, one process becomes any rank of any layout.)"""
+    layout, rank, device, timeout = place.layout, place.rank, place.device, timedelta(seconds=timeout_s)
     needs = needs or GroupNeeds()
-    specs, timeout = groups_of(layout, rank, needs), timedelta(seconds=timeout_s)
+    place = replace(place, specs=groups_of(layout, rank, needs))
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # torch would warn that messages of a group go in one order; the pipeline counts on it.
         os.environ.setdefault("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING", "false")
     if layout.world_size == 1:
-        return ParallelContext(layout, rank, device, dtype, specs)
+        return place
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=layout.world_size, timeout=timeout)
+        dist.init_process_group("gloo", store=place.store, rank=rank, world_size=layout.world_size, timeout=timeout)
     groups = make_groups(all_groups(layout, needs), rank, device, timeout, nccl or {})
-    return ParallelContext(layout, rank, device, dtype, specs, groups, dist.group.WORLD, store)
+    return replace(place, groups=groups, control_group=dist.group.WORLD)
 
 
 def make_groups(
-    specs: Iterable[GroupSpec], rank: int, device: torch.device, timeout: timedelta, nccl: Mapping[str, NcclOptions]
+    specs: Iterable[GroupSpec], rank: int, device: torch.device, timeout: timedelta, nccl: NcclOptions
 ) -> dict[str, dist.ProcessGroup]:
-    """The communicators of the groups that `rank` belongs to, by name; all ranks of the world call it. `nccl`: options
-    by `GroupSpec.options`, over which NCCL's variables win. Groups of different options share no communicator."""
+    """The communicators of the groups that `rank` belongs to, by name; all ranks of the world call it. NCCL's
+    variables win over its options; groups of different options share no communicator."""
     made, groups = dict[Any, Any](), dict[str, dist.ProcessGroup]()
     for spec in specs:
         on_gpu = device.type == "cuda" and not spec.on_host

@@ -72,22 +72,15 @@ class Bucket:
 
 @dataclass(frozen=True)
 class OwnedRange:
-    """A rank's part of one parameter: its place in the rank's slice of bucket number `bucket`, and in the flat tensor
-    that the rank holds of the parameter."""
+    """A rank's part of one box of a parameter: its place in the box, in the flat tensor that the rank holds of the
+    parameter, and in the rank's slice of bucket number `bucket`."""
 
     slot: BufferSlot
     bucket: int
-    in_slice: range
+    box: ShardBox
+    in_box: range
     in_parameter: range
-
-    def boxes(self) -> Iterator[tuple[ShardBox, range, int]]:
-        """Each box of the parameter of which it is a part: the box, which of its elements, and where in the slice."""
-        shift = self.in_slice.start - self.in_parameter.start
-        for box in self.slot.shard.boxes:
-            flat = box.flat(self.slot.shard.shape)
-            start, stop = max(flat.start, self.in_parameter.start), min(flat.stop, self.in_parameter.stop)
-            if start < stop:
-                yield box, range(start - flat.start, stop - flat.start), start + shift
+    in_slice: range
 
 
 class SliceRange(NamedTuple):
@@ -110,22 +103,23 @@ class BufferLayout:
         for number, bucket in enumerate(self.buckets):
             first = bucket.slice_size * (dense if bucket.buffer.kind == "dense" else expert)
             for slot in bucket.slots:
-                both = range(max(first, slot.start), min(first + bucket.slice_size, slot.stop))
-                if both:
-                    parts = (range(both.start - at, both.stop - at) for at in (first, slot.start))
-                    found.append(OwnedRange(slot, number, *parts))
+                for box in slot.shard.boxes:
+                    start = slot.start + box.flat_start(slot.shard.shape)
+                    both = range(max(first, start), min(first + bucket.slice_size, start + prod(box.sizes)))
+                    if both:
+                        parts = (range(both.start - at, both.stop - at) for at in (start, slot.start, first))
+                        found.append(OwnedRange(slot, number, box, *parts))
         return tuple(found)
 
 
 def slice_ranges(owned: Iterable[OwnedRange], wanted: Callable[[ParameterRecord, ShardBox], bool]) -> list[SliceRange]:
     """Where in a rank's slices the wanted boxes of parameters lie: those that touch are one range."""
     found: list[SliceRange] = []
-    for each in owned:
-        for box, elements, start in each.boxes():
-            if wanted(each.slot.record, box):
-                touches = found and (found[-1].bucket, found[-1].stop) == (each.bucket, start)
-                first = found.pop().start if touches else start
-                found.append(SliceRange(each.bucket, first, start + len(elements)))
+    for each in (each for each in owned if wanted(each.slot.record, each.box)):
+        start, stop = each.in_slice.start, each.in_slice.stop
+        if found and (found[-1].bucket, found[-1].stop) == (each.bucket, start):
+            start = found.pop().start
+        found.append(SliceRange(each.bucket, start, stop))
     return found
 
 

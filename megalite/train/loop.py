@@ -38,8 +38,7 @@ from megalite.train.build import Training, data_share
 from megalite.train.evaluate import evaluate, sample
 from megalite.train.history import PIPELINE, Record, RunLog, StatusFile, StepPart
 from megalite.train.metrics import Meter, lr_of
-from megalite.train.replicas import check_replicas
-from megalite.train.saving import Progress, Saver, TrainingStoppedError
+from megalite.train.saving import Progress, Saver, TrainingStoppedError, check_replicas
 from megalite.train.step import PendingMetrics, TrainStep
 
 # An accelerator runs ahead of the host: its metrics are read one step late. A CPU's are there at once.

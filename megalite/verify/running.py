@@ -7,7 +7,6 @@ operations must not fork). Nobody waits for ever: a process that fails, dies or 
 import faulthandler
 import multiprocessing
 import os
-import signal
 import socket
 import time
 import traceback
@@ -107,11 +106,9 @@ def _end_of(process: ForkServerProcess, folder: Path) -> str:
     """How a process has ended, or that it has not, with the last lines that it printed."""
     output, code = folder / process.name, process.exitcode
     lines = output.read_text(errors="replace").splitlines()[-LAST_WORDS:] if output.exists() else []
-    how = "failed:"
+    how = f"failed, exit status {code} (-9: killed, out of memory?):"
     if code is None:
         how = "did not answer in time: a collective that not all ranks join, or slow. It stood at"
-    elif code < 0:
-        how = f"died by {signal.Signals(-code).name} (SIGKILL: out of memory?)"
     return "\n".join([*([] if code == REFUSED else [f"FAIL: {process.name} {how}"]), *lines])
 
 

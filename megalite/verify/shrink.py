@@ -1,9 +1,8 @@
 """Shrinks the user's config until it trains in fp64 on a CPU within seconds, and keeps every feature that it had.
 
-What a layout can get wrong stays: which axes there are, whether sizes split evenly, whether ranks share key-value
-heads, grouped queries, padding and uneven rows of the vocabulary, more or fewer microbatches than pipeline ranks,
-uneven and empty stages, layers with and without experts, the options of routers, recompute. Only counts shrink, each in
-units of its axis. No torch import.
+What a layout can get wrong stays: its axes, sizes that split unevenly, shared key-value heads, padding and uneven rows
+of the vocabulary, few or many microbatches, uneven and empty stages, experts, recompute. Counts shrink, in units of
+their axes. No torch import.
 """
 
 from contextlib import suppress

@@ -50,11 +50,12 @@ import torch, torch.distributed as dist
 from megalite.checkpoint.store import BackgroundSaves
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.ranks import ParallelLayout
+from megalite.launch.context import ParallelContext
 from megalite.launch.startup import join
 rank = int(sys.argv[1])
 store = dist.FileStore(sys.argv[2], 2)
 needs = GroupNeeds(background_saving=True)
-context = join(ParallelLayout(dp=2), rank, torch.device("cpu"), torch.float32, store, timeout_s=600, needs=needs)
+context = join(ParallelContext(ParallelLayout(dp=2), rank, store=store), timeout_s=600, needs=needs)
 context.barrier()
 if rank == 0:
     def write(pieces, its):

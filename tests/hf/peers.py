@@ -15,7 +15,7 @@ from megalite.config.model_folder import imported_model_settings
 from megalite.config.schema import Config, ModelConfig, MoEConfig
 from megalite.config.settings import with_values
 from megalite.data.batch import Batch, whole_batch
-from megalite.hf.import_model import import_model
+from megalite.hf.saved_model import import_model
 from megalite.model.gpt import GPT
 from megalite.model.init import fill, start_values
 from megalite.model.parameters import gpt_parameters

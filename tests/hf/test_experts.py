@@ -18,7 +18,7 @@ from megalite.errors.problems import UserError
 from megalite.hf.export import export_model, family_of
 from megalite.hf.families import FAMILIES
 from megalite.hf.families.family import differences
-from megalite.hf.import_model import import_model
+from megalite.hf.saved_model import import_model
 from megalite.model.gpt import GPT
 from megalite.model.parameters import gpt_parameters
 from tests.hf.peers import GROUPED, batch_of, imported, largest_error, matching_config, save_peer, small

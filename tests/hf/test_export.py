@@ -16,7 +16,7 @@ from megalite.config.model_folder import imported_model_settings
 from megalite.config.schema import ModelConfig, MoEConfig
 from megalite.errors.problems import UserError
 from megalite.hf.export import export_model, family_of
-from megalite.hf.import_model import import_model
+from megalite.hf.saved_model import import_model
 from megalite.model.init import start_values
 from megalite.model.parameters import gpt_parameters
 from tests.hf.peers import PEERS, batch_of, largest_error, matching_config, of_random_weights, save_peer, small

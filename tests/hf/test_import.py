@@ -14,7 +14,7 @@ from megalite.config.derive import derive_model
 from megalite.config.model_folder import imported_model, imported_model_settings
 from megalite.config.schema import ModelConfig
 from megalite.errors.problems import Problem, UserError, collect
-from megalite.hf.import_model import import_model
+from megalite.hf.saved_model import import_model
 from tests.hf.peers import PEERS, change_config, matching_config, save_peer
 
 

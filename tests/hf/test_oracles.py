@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from megalite.hf.families import FAMILIES
-from megalite.hf.import_model import sources
+from megalite.hf.saved_model import sources
 from tests.hf.peers import PEERS, as_in_files, batch_of, imported, largest_error, save_peer
 
 

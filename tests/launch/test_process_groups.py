@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megalite.launch.context import CPU, ParallelContext
+from megalite.launch.context import ParallelContext
 from megalite.launch.startup import join, make_groups
 from megalite.layout.groups import GroupNeeds, GroupSpec, all_groups, groups_of
 from megalite.layout.ranks import ParallelLayout
@@ -23,10 +23,7 @@ LAYOUTS = {
     "tp2 cp2 pp2 over ep4, tied": (FOLDED, GroupNeeds(tied_embeddings=True)),
     "pipelines inside dp": (ParallelLayout(tp=2, dp=2, pp=2, order="tp-cp-ep-pp-dp"), GroupNeeds()),
     "tp4 with two key-value heads": (ParallelLayout(tp=4, dp=2), GroupNeeds(kv_heads=2)),
-    "two optimizer instances": (
-        ParallelLayout(tp=2, dp=4, etp=1, ep=2),
-        GroupNeeds(optimizer_instances=2),
-    ),
+    "two optimizer instances": (ParallelLayout(tp=2, dp=4, etp=1, ep=2), GroupNeeds(optimizer_instances=2)),
     "written behind training": (ParallelLayout(tp=2, dp=4), GroupNeeds(background_saving=True)),
 }
 
@@ -60,7 +57,7 @@ def fake_world() -> Iterator[Any]:
         if dist.is_initialized():
             dist.destroy_process_group()
         dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
-        return join(layout, rank, CPU, torch.float32, None, timeout_s=10, needs=needs)
+        return join(ParallelContext(layout, rank), timeout_s=10, needs=needs)
 
     yield make
     if dist.is_initialized():
@@ -85,12 +82,13 @@ def test_a_context_is_made_for_any_rank_without_processes(fake_world: Any) -> No
     assert context.coordinates == layout.coordinates(9999)
 
 
-def test_groups_of_one_rank_are_never_made(fake_world: Any) -> None:
-    context = fake_world(ParallelLayout(dp=4), 1)
+def test_groups_of_one_rank_are_never_made_and_equal_ones_once(fake_world: Any) -> None:
+    context = fake_world(ParallelLayout(dp=4), 1, GroupNeeds(background_saving=True))
     assert context.group("tp") is context.group("pp-forward") is context.group("word-embedding") is None
     assert context.members("tp") == (1,)
-    assert groups_made() == 2  # control, and dp-cp and world in one
+    assert groups_made() == 3  # control, saving, and dp-cp and world in one
     assert context.group("world") is context.group("dp-cp") is not context.control_group
+    assert [name for name, group in context.groups.items() if group is context.group("saving")] == ["saving"]
 
 
 def test_equal_groups_share_a_communicator_within_one_class_of_traffic_only(fake_world: Any) -> None:
@@ -110,21 +108,6 @@ def test_ranks_along_axes_over_which_nothing_travels_are_known_and_no_group(fake
         context.group("tp-dp")
 
 
-def test_writing_behind_training_shares_no_communicator(fake_world: Any) -> None:
-    context = fake_world(ParallelLayout(dp=4), 0, GroupNeeds(background_saving=True))
-    saving = context.group("saving")
-    assert saving.size() == 4
-    assert saving is not context.control_group
-    assert [name for name, group in context.groups.items() if group is saving] == ["saving"]
-
-
-class OptionsWithoutNccl:
-    """Stands in for ProcessGroupNCCL.Options where torch has no NCCL: records what is set on it."""
-
-    def __init__(self) -> None:
-        self.config = SimpleNamespace()
-
-
 def test_nccl_options_reach_their_groups_and_keep_them_apart(monkeypatch: pytest.MonkeyPatch, fake_world: Any) -> None:
     fake_world(ParallelLayout(dp=4), 0)
     made: list[dict[str, Any]] = []
@@ -134,18 +117,15 @@ def test_nccl_options_reach_their_groups_and_keep_them_apart(monkeypatch: pytest
         return object()
 
     monkeypatch.setattr(dist, "new_group", record)
-    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=OptionsWithoutNccl), raising=False)
+    nccl = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))  # where torch has none
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
     options = {"dp-cp": {"max_ctas": 8, "is_high_priority_stream": True}, "pp": {"is_high_priority_stream": True}}
     specs = all_groups(ParallelLayout(tp=2, dp=2, pp=2), GroupNeeds(background_saving=True))
     groups = make_groups(specs, 0, torch.device("cuda", 0), dist.default_pg_timeout, options)
     by_name = {arguments["group_desc"]: arguments for arguments in made}
-    urgent = {
-        name: given["pg_options"].is_high_priority_stream for name, given in by_name.items() if given["pg_options"]
-    }
-    assert urgent == {"dp-cp": True, "pp-forward": True, "pp-backward": True}, "what nobody asks for is NCCL's choice"
-    given = by_name["dp-cp"]["pg_options"]
-    assert vars(given.config) == {"max_ctas": 8}
-    assert given.is_high_priority_stream
+    urgent = [name for name, given in by_name.items() if getattr(given["pg_options"], "is_high_priority_stream", False)]
+    assert urgent == ["dp-cp", "pp-forward", "pp-backward"], "what nobody asks for is NCCL's choice"
+    assert vars(by_name["dp-cp"]["pg_options"].config) == {"max_ctas": 8}
     assert by_name["world"]["pg_options"] is None
     assert groups["dp-cp"] is not groups["world"]
     assert by_name["dp-cp"]["backend"] == "nccl"

@@ -12,26 +12,22 @@ from megalite.launch.signals import INTERRUPTED, LAUNCHER_ENDED, STOP_SIGNALS, s
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
-def test_a_signal_only_sets_the_request_and_the_old_handler_comes_back(number: signal.Signals) -> None:
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_signal_only_sets_the_request_and_the_old_handler_comes_back(number: signal.Signals, nohup: bool) -> None:
+    """Under nohup a terminal that goes away stops nothing."""
+    own = signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+    ignored = nohup and number == signal.SIGHUP
     before = [signal.getsignal(stop) for stop in STOP_SIGNALS]
-    with stop_request() as stop:
-        assert stop.requested is None
-        os.kill(os.getpid(), number)
-        assert stop.requested == number.name
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.requested == number.name
-    assert [signal.getsignal(stop) for stop in STOP_SIGNALS] == before
-
-
-def test_a_terminal_that_goes_away_stops_nothing_under_nohup() -> None:
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stop_request() as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
             assert stop.requested is None
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+            os.kill(os.getpid(), number)
+            assert stop.requested == (None if ignored else number.name)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.requested == ("SIGTERM" if ignored else number.name)
+        assert [signal.getsignal(stop) for stop in STOP_SIGNALS] == before
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(signal.SIGHUP, own)
 
 
 def test_the_end_of_the_launcher_stops_in_order() -> None:

@@ -2,7 +2,6 @@
 
 import os
 import re
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -26,13 +25,8 @@ from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.startup import RankInfo, find_problems, meet
 from megalite.layout.groups import GroupNeeds
 from megalite.train.build import needs_of, open_context
+from tests.bad_input.launching import free_port
 from tests.ranks import run_ranks
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def environment(rank: int, world_size: int, port: int) -> ProcessEnvironment:

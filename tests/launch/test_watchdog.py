@@ -7,6 +7,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from megalite.launch import watchdog
 from megalite.launch.context import LONGEST_PAUSE_S, ParallelContext
 from megalite.launch.watchdog import SAVES, Doing, Watchdog, find_cause, summary
 from megalite.train.build import open_context
-from tests.launch.test_startup import cpu_config, environment, free_port
+from tests.bad_input.launching import free_port
+from tests.launch.test_startup import cpu_config, environment
 from tests.ranks import run_ranks
 
 PATIENCE_S = 0.6
@@ -29,6 +31,12 @@ def training(mark: int, words: str = "") -> Doing:
     return Doing(mark, words, "parallel.timeout_s", PATIENCE_S)
 
 
+def watched(context: ParallelContext, doing: Callable[[], Doing], folder: Path, report_s: float = 8.0) -> Watchdog:
+    """A watchdog that takes less time than usual."""
+    watchdog.REPORT_S, watchdog.ROLL_S = report_s, 2.0
+    return Watchdog(context, doing, folder, ["here"] * context.world_size)
+
+
 def waits_for_a_lock_that_nobody_frees() -> None:
     lock = threading.Lock()
     lock.acquire()
@@ -37,9 +45,8 @@ def waits_for_a_lock_that_nobody_frees() -> None:
 
 def _hang(context: ParallelContext, folder: Path, holds_lock: bool) -> None:
     """Rank 1 hangs without a collective; the others wait for it in one."""
-    watchdog.REPORT_S, watchdog.ROLL_S = 8.0, 2.0
     doing = SAVING if holds_lock else training(7, f"step 7 of rank {context.rank}")
-    with Watchdog(context, lambda: doing, folder, ["here"] * 3):
+    with watched(context, lambda: doing, folder):
         if context.rank == 1 and holds_lock:
             pattern = "a" * 40
             __import__("re").match("(a+)+$", pattern + "b")  # for ever, without a look at who else wants to run
@@ -52,20 +59,17 @@ def _hang(context: ParallelContext, folder: Path, holds_lock: bool) -> None:
             raise AssertionError("this rank was not ended") from None
 
 
-def report(folder: Path) -> dict[str, Any]:
+def report(folder: Path) -> Any:
     """The only one."""
     [path] = folder.glob("hang-*.json")
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    return json.loads(path.read_text())
 
 
 def test_every_rank_says_where_it_stands(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run_ranks(_hang, 3, tmp_path, False, may_die=[0, 1, 2], timeout=30) == [None] * 3
     found = report(tmp_path)
     assert found["finding"] == "all ranks answer"
-    assert {rank: word["doing"] for rank, word in found["ranks"].items()} == {
-        rank: f"step 7 of rank {rank}" for rank in "012"
-    }
+    assert [word["doing"] for word in found["ranks"].values()] == [f"step 7 of rank {rank}" for rank in "012"]
     assert "waits_for_a_lock_that_nobody_frees" in found["ranks"]["1"]["stacks"]["main"][-1]
     assert "all_reduce" in " ".join(found["ranks"]["0"]["stacks"]["main"])
 
@@ -89,8 +93,7 @@ def test_a_rank_that_cannot_answer_is_named_and_no_slow_disk(tmp_path: Path) -> 
 
 def _save(context: ParallelContext, folder: Path) -> None:
     """A save without an end."""
-    watchdog.REPORT_S, watchdog.ROLL_S, doing = 8.0, 2.0, SAVING._replace(may_take=3)
-    with Watchdog(context, lambda: doing, folder, ["here"] * 3):
+    with watched(context, lambda: SAVING._replace(may_take=3), folder):
         time.sleep(30)
 
 
@@ -102,12 +105,8 @@ def test_a_save_that_does_not_end_ends_the_job(tmp_path: Path) -> None:
 
 
 def _go_on(context: ParallelContext, folder: Path, waits: bool) -> str:
-    watchdog.REPORT_S, at = 4.0, [0]
-
-    def doing() -> Doing:
-        return SAVING if waits else training(at[0], "")
-
-    with Watchdog(context, doing, folder, ["here"] * 3):
+    at = [0]
+    with watched(context, lambda: SAVING if waits else training(at[0]), folder, 4.0):
         for _ in range(90 if waits else 30):  # longer than PATIENCE_S + REPORT_S
             time.sleep(PATIENCE_S / 10)
             at[0] += 1
@@ -124,8 +123,7 @@ def test_who_goes_on_or_waits_for_a_disk_is_left_alone(tmp_path: Path, waits: bo
 
 def _suspended(context: ParallelContext, folder: Path) -> str:
     """Stopped for twice as long as a step may take, as with a laptop whose lid is closed."""
-    watchdog.REPORT_S, doing = 8.0, Doing(1, "step 1", "parallel.timeout_s", 2.0)
-    with Watchdog(context, lambda: doing, folder, ["here"] * 2):
+    with watched(context, lambda: Doing(1, "step 1", "parallel.timeout_s", 2.0), folder):
         if (child := os.fork()) == 0:
             os.kill(os.getppid(), signal.SIGSTOP)
             time.sleep(4.0)
@@ -142,8 +140,8 @@ def test_time_in_which_all_are_stopped_does_not_count(tmp_path: Path) -> None:
 
 def _busy_beside_one_that_hangs(context: ParallelContext, folder: Path) -> None:
     """Rank 1 goes on and on; rank 0 waits for it longer than it may."""
-    watchdog.REPORT_S, watchdog.ROLL_S, at = 8.0, 2.0, [0]
-    with Watchdog(context, lambda: training(at[0], "busy"), folder, ["here"] * 2):
+    at = [0]
+    with watched(context, lambda: training(at[0], "busy"), folder):
         for _ in range(300):
             time.sleep(0.1)
             at[0] += context.rank
@@ -162,10 +160,10 @@ def _hang_with_its_disk(context: ParallelContext, folder: Path) -> None:
     def hang(*_: Any, **__: Any) -> Any:
         time.sleep(60)
 
-    watchdog.REPORT_S, watchdog.ROLL_S, watchdog.WRITE_S = 8.0, 2.0, 1.0
+    watchdog.WRITE_S = 1.0
     os.dup2(os.open(folder / f"stderr-{context.rank}", os.O_CREAT | os.O_WRONLY), 2)
     Path.write_text = linecache.checkcache = linecache.updatecache = hang  # type: ignore[method-assign,assignment]
-    with Watchdog(context, lambda: training(1, "step 1"), folder, ["here"] * 2):
+    with watched(context, lambda: training(1, "step 1"), folder):
         hang()
 
 

@@ -13,8 +13,7 @@ from megalite.config.derive import derive_vocabulary
 from megalite.config.schema import Config
 from megalite.data.open import open_data
 from megalite.hf.export import export_checkpoint
-from megalite.hf.import_model import import_model
-from megalite.hf.saved_model import open_model
+from megalite.hf.saved_model import import_model, open_model
 from megalite.launch.context import ParallelContext
 from megalite.prepare.prepare import prepare
 from megalite.train.build import build_training, derive_device, fill_with_start_values

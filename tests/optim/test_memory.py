@@ -116,7 +116,7 @@ def rank_of(dp: int, *, tp: int = 1, instances: int = 1) -> Iterator[ParallelCon
         return
     dist.init_process_group("fake", rank=world - 1, world_size=world, store=FakeStore())
     try:
-        yield join(layout, world - 1, torch.device("cpu"), torch.float32, None, timeout_s=10, needs=needs)
+        yield join(ParallelContext(layout, world - 1), timeout_s=10, needs=needs)
     finally:
         dist.destroy_process_group()
 

@@ -34,6 +34,6 @@ def fake_rank(layout: ParallelLayout, rank: int = 0) -> Iterator[ParallelContext
     done with them."""
     dist.init_process_group("fake", rank=rank, world_size=layout.world_size, store=FakeStore())
     try:
-        yield join(layout, rank, torch.device("cpu"), torch.bfloat16, None, timeout_s=10)
+        yield join(ParallelContext(layout, rank, dtype=torch.bfloat16), timeout_s=10)
     finally:
         dist.destroy_process_group()

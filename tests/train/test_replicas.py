@@ -13,8 +13,7 @@ from megalite.layout.groups import GroupNeeds
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.routers import Routers
 from megalite.train.build import build_training, fill_with_start_values
-from megalite.train.replicas import check_replicas, content_hash
-from megalite.train.saving import TrainingStoppedError, owned_pieces
+from megalite.train.saving import TrainingStoppedError, check_replicas, content_hash, owned_pieces
 from tests.checkpoint.samples import index_of
 from tests.layouts.training import held_pieces
 from tests.ranks import run_ranks

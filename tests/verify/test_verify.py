@@ -153,8 +153,8 @@ def stopped(how: Callable[[], object], config: Config, place: ProcessEnvironment
 @pytest.mark.parametrize(
     ("how", "timeout_s", "status", "said"),
     [
-        (partial(int, "as told"), 60, 1, ["FAIL: rank 1 failed:", "ValueError: invalid literal"]),
-        (partial(signal.raise_signal, signal.SIGKILL), 60, 1, ["FAIL: rank 1 died by SIGKILL"]),
+        (partial(int, "as told"), 60, 1, ["FAIL: rank 1 failed, exit status 1", "ValueError: invalid literal"]),
+        (partial(signal.raise_signal, signal.SIGKILL), 60, 1, ["FAIL: rank 1 failed, exit status -9"]),
         (partial(time.sleep, 60), 6, 1, ["FAIL: rank 0 did not answer in time", "rank 1 did not answer", "in stopped"]),
         (partial(refuse, [Problem("model", "this", "is refused late", "another")]), 60, 2, ["is refused late"]),
     ],
