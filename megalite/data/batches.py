@@ -1,9 +1,8 @@
 """Reads samples as microbatches onto the device, ahead of the step that needs them.
 
-A global batch holds the samples after those of the batches before it, as many as its step takes (step_plan.py). Its
-microbatch j holds micro_batch_size of them in order. Data-parallel rank r takes the microbatches j with
-j % dp_size == r, and of each sequence its part where ranks of cp share it. A run's position in the data is one number:
-the samples that it has consumed.
+A global batch holds the samples after those of the batches before it, as many as its step takes (step_plan.py), and its
+microbatch j micro_batch_size of them in order. Data-parallel rank r takes the microbatches j with j % dp_size == r, and
+of each sequence its part where ranks of cp share it. A run's position in the data is the samples that it has consumed.
 """
 
 import time
@@ -46,7 +45,7 @@ class StepBatches:
     """One rank's share of the global batch of a step. `local_tokens` counts its labels that enter the loss.
 
     A step that is skipped has no microbatches. Where data is refused, `problems` say why, and no label of it enters the
-    loss: the other ranks of the model compute with these microbatches, and learn of the refusal in their step.
+    loss: the other ranks of the model compute with these microbatches.
     """
 
     planned: PlannedStep
@@ -128,15 +127,11 @@ def validation_batches(
 ) -> Iterator[list[Batch]]:
     """This rank's share of each validation batch, always the same. The last batch is filled up with rows that do not
     enter the loss, so that all ranks have batches of one shape and no sample is left out."""
-    size, samples = config.train.global_batch_size, validation_samples(source, config)
+    size = config.train.global_batch_size
+    samples = min(config.train.eval_batches * size, source.without_repeats())
     for first in range(0, samples, size):
         batches = local_batches(source, config, range(first, first + size), share)
         for at, batch in enumerate(batches):
             real = torch.arange(len(batch.tokens)) < samples - batch.first_sample
             batches[at] = batch.with_mask(batch.loss_mask & real.unsqueeze(1)).part(share.sequence).to(device)
         yield batches
-
-
-def validation_samples(source: SampleSource, config: Config) -> int:
-    """How many samples an evaluation takes: train.eval_batches global batches from the front, or all there are."""
-    return min(config.train.eval_batches * config.train.global_batch_size, source.without_repeats())

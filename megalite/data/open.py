@@ -1,7 +1,5 @@
 """Opens the token files of a run: the split, the vocabulary and all checks that are possible before the first step.
 
-`megalite.prepare` makes these files of text; nothing here knows how.
-
 The split is by position: the last `validation_fraction` of each part's tokens is for validation.
 """
 
@@ -82,10 +80,8 @@ def open_data(config: Config, found: TokenFiles) -> OpenedData:
 
 
 def note_changed_files(files: Sequence[TokenFile], run_dir: Path, report: Callable[[str], None]) -> None:
-    """Report the large token files with another size or time than at the run's last start, and remember this one.
-
-    The fingerprint holds 64 blocks of a large file. More of it is read by `prepare --verify` alone.
-    """
+    """Report the large token files with another size or time than at the run's last start, and remember this one. The
+    fingerprint holds 64 blocks of a large file."""
     large = [with_suffix(file.prefix, ".bin") for file in files if file.tokens.nbytes > HASH_WHOLE]
     now = {str(path): [path.stat().st_size, path.stat().st_mtime_ns] for path in large}
     with suppress(UserError):  # there is no record, or a damaged one

@@ -74,8 +74,7 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, nothing added."""
-        ids: list[int] = self.encode_many([text])[0].tolist()
-        return ids
+        return [int(token) for token in self.encode_many([text])[0]]
 
     def encode_many(self, texts: Sequence[str]) -> list[IntArray]:
         """The ids of each text, nothing added; several texts on several threads. UserError for what the tokenizer
@@ -83,7 +82,7 @@ class TextTokenizer:
         try:
             encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception: a symbol that it has no token for
-            raise self.refusal(f"cannot encode the text ({error})") from error
+            raise self.refusal(f"cannot encode the text: a part of it has no token ({error})") from error
         found = [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
         for ids in found:
             for token in ids[self._refused[ids]][:1]:
@@ -104,10 +103,8 @@ class TextTokenizer:
 
     def bytes_of_ids(self, vocab_size: int) -> IntArray:
         """Bytes of UTF-8 that each id stands for, [vocab_size]; 0 for special tokens and ids beyond the tokenizer's.
-
-        Exact for byte, char and every byte-level BPE. Elsewhere it is the text that the tokenizer decodes an id to
-        inside a sentence: what a normalizer drops does not count, and SentencePiece's space before a document does.
-        """
+        Exact for byte-level BPE, byte and char. Elsewhere it is the text that the tokenizer decodes an id to inside a
+        sentence: what a normalizer drops does not count, and SentencePiece's space before a document does."""
         vocabulary = self.backend.get_vocab(with_added_tokens=False)
         if any(self.mentions("ByteLevel", part) for part in ("normalizer", "pre_tokenizer", "decoder")):
             letters = set(byte_letters())
@@ -130,10 +127,8 @@ class TextTokenizer:
 
     def files(self, context_length: int | None = None) -> dict[str, bytes]:
         """tokenizer.json and tokenizer_config.json by name, which AutoTokenizer reads in transformers 4.57 as in 5.
-        `context_length` is the longest text that is not warned of.
-
-        A text begins there, where something must stand before it, with the end of the document before.
-        """
+        `context_length` is the longest text that is not warned of. A text begins with the end of the document before,
+        where something must stand before it."""
         spec = json.dumps(self.spec, indent=1, ensure_ascii=False) + "\n"
         settings = {"clean_up_tokenization_spaces": False} | self.settings
         # The class of both versions; the one that 5 writes by itself, 4.57 does not know.

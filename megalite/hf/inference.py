@@ -206,7 +206,7 @@ def read_prompt(saved: SavedModel, prompt: str) -> list[int]:
     """The ids of a prompt, as evaluation reads a text; special tokens that are spelled out are those tokens."""
     backend, known = saved.known_tokenizer().backend, saved.config.model.vocab_size or 0
     with refusing("--prompt", "UTF-8 text"):
-        saved.known_tokenizer().encode(prompt)  # says which symbol is unknown, and where
+        saved.known_tokenizer().encode(prompt)  # refuses a symbol without a token
     backend.encode_special_tokens = False
     ids = backend.encode(prompt, add_special_tokens=False).ids
     backend.encode_special_tokens = True

@@ -1,9 +1,8 @@
 """Makes the token files of a run from its text: once, by one process, and continued after a kill.
 
-Each part of the data (sources.py) becomes a token file in the cache, named by a fingerprint of its files and of the
-tokenizer. Under a file lock, the part's shards are tokenized into a work folder (tokenizing.py), one token file each,
-then joined there, and moved to their place, the index last. A second process finds the work done. A kill costs the
-shards that were being written.
+Each part of the data becomes a token file in the cache, named by a fingerprint of its files and of the tokenizer. Under
+a file lock, the part's shards are tokenized into a work folder, one token file each, then joined there, and moved to
+their place, the index last. A second process finds the work done. A kill costs the shards that were being written.
 """
 
 import fcntl
@@ -15,6 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import xxhash
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -22,6 +22,7 @@ from megalite.config.derive import BUILT_IN_TOKENIZERS
 from megalite.config.files import open_to_append, private_files, read_bytes, sync_folder
 from megalite.config.schema import Config
 from megalite.data.open import FORMAT, Progress, TokenFiles, check_vocabulary, digest, paths_of
+from megalite.data.samples import IntArray
 from megalite.data.token_file import TokenFile, dtype_for, read_facts, with_suffix
 from megalite.data.tokenizers import END, TextTokenizer, byte_letters, load_tokenizer
 from megalite.errors.problems import Problem, UnavailableError, UserError, collect, collect_all, refuse
@@ -29,7 +30,7 @@ from megalite.errors.words import of_system
 from megalite.launch.environment import allow_open_files, usable_cores
 from megalite.prepare.hub import TOKENIZER_FILES, tokenizer_folder
 from megalite.prepare.sources import Shard, Source, pieces, sources_of
-from megalite.prepare.tokenizing import Job, join, tokenize_shards
+from megalite.prepare.tokenizing import Job, tokenize_shards, write_index
 
 SAMPLE = 8 << 20  # characters of text that a BPE is trained on
 SAMPLED_SHARDS = 64
@@ -124,19 +125,14 @@ def _plans(config: Config, sources: list[Source]) -> list[list[Shard]]:
 
 
 def _check_output(target: Target) -> None:
-    """UserError where the token file would lie inside the text, or in the place of files that are not made of the same
-    text by the same tokenizer."""
-    prefix, rule = target.prefix, ""
-    taken = [path for ending in OUTPUTS if os.path.lexists(path := with_suffix(prefix, ending))]
+    """UserError where the token file would take the place of files that are not made of the same text by the same
+    tokenizer."""
+    taken = [path for ending in OUTPUTS if os.path.lexists(path := with_suffix(target.prefix, ending))]
     with suppress(UserError):
-        taken = taken if read_facts(prefix).fingerprint != target.key else []
+        taken = taken if read_facts(target.prefix).fingerprint != target.key else []
     if taken:
         rule = f"{taken[-1]} is there, and is not made of this text by this tokenizer"
-    for folder in filter(os.path.isdir, target.source.paths):
-        if prefix.resolve().is_relative_to(Path(folder).resolve()):
-            rule = f"must not be inside data.path={folder}, a folder that is read whole"
-    if rule:
-        raise UserError(Problem("--output", str(prefix), rule, f"--output={prefix.name}-2 in another folder"))
+        raise UserError(Problem("--output", str(target.prefix), rule, f"--output={target.prefix}-2, or move it away"))
 
 
 def _make(config: Config, targets: list[Target], progress: Progress | None, setting: str) -> None:
@@ -280,6 +276,14 @@ def short_words(text: str) -> Iterator[str]:
 def _join(target: Target, files: list[Path], tokenizer: TextTokenizer) -> None:
     """Make one token file of the files of all shards, its tokenizer beside it; then the work folder goes."""
     shards, dtype, whole = [read_facts(file) for file in files], dtype_for(tokenizer.vocab_size), target.work / "whole"
+    content, lengths = xxhash.xxh3_128(), list[IntArray]()
+    with with_suffix(whole, ".bin").open("wb") as joined:
+        for path in (file for file, shard in zip(files, shards, strict=True) if shard.tokens):
+            file = TokenFile.open(path)
+            assert file.tokens.dtype == dtype, (path, file.tokens.dtype, dtype)
+            content.update(file.tokens.data)
+            joined.write(file.tokens.data)
+            lengths.append(np.add.reduceat(file.lengths, file.boundaries[:-1], dtype=np.int64))  # of the sequences
     facts = {
         "source": target.source.label,
         "fingerprint": target.key,
@@ -287,9 +291,9 @@ def _join(target: Target, files: list[Path], tokenizer: TextTokenizer) -> None:
         "tokenizer": tokenizer.identity,
         "vocab_size": tokenizer.vocab_size,
         "dtype": str(dtype),
+        "xxh3_128": content.hexdigest(),
     }
-    with_text = (file for file, shard in zip(files, shards, strict=True) if shard.tokens)
-    join(map(TokenFile.open, with_text), whole, dtype, facts)
+    write_index(whole, dtype, np.concatenate(lengths), facts)
     for ending in (".json", ".bin", ".idx"):
         if ending == ".idx":
             tokenizer.save(with_suffix(target.prefix, ".tokenizer"))

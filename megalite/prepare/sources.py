@@ -1,11 +1,11 @@
 """Finds the documents that a source's name covers, divides them into shards, and reads them in pieces.
 
-A folder stands for every text file in it and below, in the order of their paths. Links are followed, and each folder is
-read once, however many links lead to it. A folder that cannot be read is refused. Shards are the same in every process.
+A folder stands for every text file in it and below, in the order of their paths; links are followed, and each folder is
+read once. The pieces joined are the document, exactly: text is not stripped, and line ends are not translated. Nothing
+is dropped: a folder that cannot be read is refused, and a mistake with file and row.
 
-The pieces joined are the document, exactly: text is not stripped, and line ends are not translated. Nothing is dropped:
-a mistake is refused with file and row. `datasets` reads data sets of the hub alone: local files take it several times
-as long, its import takes 1 to 2 s in each process, and one large jsonl file is work for one process there.
+`datasets` reads data sets of the hub alone: local files take it several times as long, its import takes 1 to 2 s in
+each process, and one large jsonl file is work for one process there.
 """
 
 import csv
@@ -102,7 +102,8 @@ class Source:
     def plan(self) -> list[Shard]:
         """The shards, in order; all problems that show without reading everything, at once."""
         whole = [self._data_set()] if self.kind == "hf" else collect_all(self._file, self.files)
-        size = shard_size(sum(shard.size for shard in whole))
+        # Enough shards to share work and lose little to a kill, few enough to be cheap.
+        size = min(max(sum(shard.size for shard in whole) // SHARDS, SMALLEST), LARGEST)
         shards: list[Shard] = []
         for shard in whole:
             last = shards[-1] if shards else None
@@ -126,7 +127,7 @@ class Source:
 
     def _file(self, path: Path) -> Shard:
         """A file as one shard: it can be opened, has content, and begins as its kind does."""
-        kind = "text" if self.kind == "stdlib" else _kind_of(path) or "text"
+        kind = _kind_of(path) or "text"
         with refusing(path, REPAIR):
             size, stop, packed = path.stat().st_size, 1, path.suffix.lower() in PACKED
             if size == 0 and self.kind != "stdlib":
@@ -149,11 +150,6 @@ def sources_of(data: DataConfig) -> list[Source]:
         return [Source("stdlib")]
     choice = data.text_column, data.subset, data.split, data.streaming
     return [Source(data.source, (path,), *choice) for path in paths_of(data)]
-
-
-def shard_size(total: int) -> int:
-    """Bytes per shard: many enough to share work and lose little to a kill, few enough to be cheap."""
-    return min(max(total // SHARDS, SMALLEST), LARGEST)
 
 
 def _kind_of(path: Path) -> str | None:
@@ -292,17 +288,16 @@ def _csv_rows(path: Path, shard: Shard) -> Iterator[Row]:
     name, or ends before the column: the text was split at a comma or a line end that no quotes guard."""
     csv.field_size_limit(sys.maxsize)  # the module's own is 128 KiB
     with io.TextIOWrapper(opened(path), encoding="utf-8-sig", newline="") as file:
-        rows, number = csv.DictReader(file, strict=True), 0
+        rows, number = csv.DictReader(file, strict=True), -1
         try:
             _check_column(rows.fieldnames or [], shard.column)
-            for row in rows:
+            for number, row in enumerate(rows):
                 if None in row or row[shard.column] is None:
                     rule = "has more or fewer fields than the header: text with a comma or a line end needs quotes"
                     raise ValueError(f"row {number:,} {rule}")
                 yield number, row
-                number += 1
         except (UnicodeDecodeError, csv.Error) as error:
-            raise ValueError(f"row {number:,} is not csv in UTF-8: {error}") from error
+            raise ValueError(f"row {number + 1:,} is not csv in UTF-8: {error}") from error
 
 
 def _parquet_rows(path: Path, shard: Shard) -> Iterator[Row]:

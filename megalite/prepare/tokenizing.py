@@ -1,8 +1,8 @@
-"""Tokenizes shards into token files in several worker processes, joins and verifies token files.
+"""Tokenizes shards into token files in several worker processes, and verifies token files.
 
 Workers are fresh processes, not forks: a fork copies the locks of threads that it does not copy, and libraries here run
 threads. The index of a token file comes last, after everything else is on disk, and a reader refuses data without its
-index: a write that was torn at any instant is invisible. Memory holds some 30 bytes for each document of the file.
+index: a write that was torn at any instant is invisible. Memory holds some 60 bytes for each document of the file.
 """
 
 import json
@@ -172,19 +172,6 @@ def write_index(
     sync_folder(with_suffix(prefix, ".bin"))
     write_atomically(with_suffix(prefix, ".json"), json.dumps(facts, indent=1).encode())
     write_atomically(with_suffix(prefix, ".idx"), b"".join([head, *parts]))
-
-
-def join(files: Iterable[TokenFile], prefix: Path, dtype: np.dtype[Any], facts: dict[str, Any]) -> None:
-    """PREFIX holds the documents of all `files` (of this dtype) in order; `facts` and a hash go to PREFIX.json. `files`
-    may open each file when it is asked for: none is kept."""
-    content, lengths = xxhash.xxh3_128(), [np.array([], np.int64)]
-    with with_suffix(prefix, ".bin").open("wb") as joined:
-        for file in files:
-            assert file.tokens.dtype == dtype, (file.tokens.dtype, dtype)
-            content.update(file.tokens.data)
-            joined.write(file.tokens.data)
-            lengths.append(np.add.reduceat(file.lengths, file.boundaries[:-1], dtype=np.int64))  # of their sequences
-    write_index(prefix, dtype, np.concatenate(lengths), facts | {"xxh3_128": content.hexdigest()})
 
 
 def verify(prefix: Path, vocab_size: int | None, progress: Progress | None = None) -> TokenFile:

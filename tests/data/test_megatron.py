@@ -14,7 +14,7 @@ from megalite.config.schema import Config
 from megalite.data.open import open_data
 from megalite.data.token_file import TokenFile
 from megalite.prepare.prepare import prepare
-from megalite.prepare.tokenizing import join, verify
+from megalite.prepare.tokenizing import verify
 from tests.data.conftest import write_token_file
 from tests.data.megatron.oracle import CASES, FIXTURES, HERE, IDS, Case
 
@@ -34,7 +34,6 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in IDS:
         write_here(CASES[name], folder / name)
     write_here(CASES["several"], folder / "cut", longest=2)
-    join([TokenFile.open(folder / name) for name in ("int32", "cut")], folder / "joined", np.dtype("int32"), {})
     return folder
 
 
@@ -95,10 +94,7 @@ def test_what_we_write_is_read_by_megatron(ours: Path, megatron: tuple[Path, dic
         assert found[name] == {"dtype": name, "sequences": case.sequences, "boundaries": case.boundaries}
     cut = [[7, 8], [9, 10], [11, 12], [13, 14], [15, 16], [70_000]]
     assert found["cut"] == {"dtype": "int32", "sequences": cut, "boundaries": [0, 2, 3, 5, 6]}
-    joined = [*CASES["int32"].sequences, *(list(chain(*document)) for document in CASES["several"].documents)]
-    boundaries = list(range(len(joined) + 1))  # each document is one sequence
-    assert found["joined"] == {"dtype": "int32", "sequences": joined, "boundaries": boundaries}
-    assert found.keys() == {*IDS, "cut", "joined"}
+    assert found.keys() == {*IDS, "cut"}
 
 
 def test_files_of_several_dtypes_blend(megatron: tuple[Path, object], config: Config) -> None:

@@ -1,6 +1,5 @@
 """Token files are Megatron's to the byte, appear whole or not at all, and open at any size at once."""
 
-import json
 import os
 import struct
 import subprocess
@@ -12,11 +11,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 
 from megalite.data import token_file
 from megalite.data.token_file import CODES, HEADER, MAGIC, TokenFile, dtype_for
 from megalite.errors.problems import UserError
-from megalite.prepare.tokenizing import join, verify
+from megalite.prepare.tokenizing import verify
 from tests.data.conftest import write_token_file
 
 WriteTokens = Callable[..., Path]
@@ -84,6 +84,16 @@ def test_ten_billion_tokens_open_at_once_and_in_constant_memory(tmp_path: Path, 
     assert starts == ([] if documents == 8 else [9_999_995_000])
     assert min(elapsed) < 1
     assert peak < 1 << 20
+
+
+def test_a_file_that_is_cut_short_while_it_is_read_is_named(write_tokens: WriteTokens) -> None:
+    """A memory map would end the process here."""
+    prefix = write_tokens("x", [[5, 6, 7]] * 20_000)
+    file = TokenFile.open(prefix)
+    os.truncate(prefix.with_suffix(".bin"), 8_192)
+    with pytest.raises(UserError, match=r"x\.bin.* was cut short since it was opened"):
+        file.read(59_000, 60_000)
+    assert file.read(0, 2).tolist() == [5, 6]
 
 
 def test_documents_are_found_by_position_in_a_file_of_many(write_tokens: WriteTokens) -> None:
@@ -167,9 +177,9 @@ def test_verify_finds_a_broken_index_that_opening_does_not_see(
         verify(prefix, 10)
 
 
-def test_verify_finds_content_that_is_not_what_was_prepared(write_tokens: WriteTokens, tmp_path: Path) -> None:
-    join([TokenFile.open(write_tokens("a", [[1, 2, 3]]))], tmp_path / "j", np.dtype("<u2"), {})
-    assert "xxh3_128" in json.loads((tmp_path / "j.json").read_text())
+def test_verify_finds_content_that_is_not_what_was_prepared(tmp_path: Path) -> None:
+    facts = {"xxh3_128": xxhash.xxh3_128_hexdigest(struct.pack("<3H", 1, 2, 3))}
+    write_token_file(tmp_path / "j", [[1, 2, 3]], np.dtype("<u2"), facts)
     verify(tmp_path / "j", 10)
     patch(2, b"\x05")(tmp_path / "j.bin")
     with pytest.raises(UserError, match="not what was prepared"):

@@ -121,7 +121,8 @@ def test_rows_are_read_once_whatever_the_shards(
         write_jsonl(path, [{"id": number, "content": row} for number, row in enumerate(rows)])
     else:
         parquet.write_table(pyarrow.table({"id": range(100), "content": rows}), path, row_group_size=9)
-    monkeypatch.setattr(sources, "shard_size", lambda total: size)
+    monkeypatch.setattr(sources, "SMALLEST", size)
+    monkeypatch.setattr(sources, "LARGEST", size)
     source = Source("text", (str(path),), column="content")
     assert (len(source.plan()) > 5) == (size < 10**9)
     assert texts(source) == rows
@@ -137,10 +138,25 @@ def test_a_data_set_of_the_hubs_kind_is_read_through_datasets(
     folder.mkdir()
     for number in range(3):
         write_jsonl(folder / f"train-{number}.jsonl", [{"text": f"{number}.{row}"} for row in range(4)])
-    monkeypatch.setattr(sources, "shard_size", lambda total: 50)
+    monkeypatch.setattr(sources, "SMALLEST", 50)
+    monkeypatch.setattr(sources, "LARGEST", 50)
     source = Source("hf", (str(folder),), streaming=streaming)
     assert len(source.plan()) > 1
     assert texts(source) == [f"{number}.{row}" for number in range(3) for row in range(4)]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_data_set_that_was_saved_to_disk_is_read(tmp_path: Path, streaming: bool) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"text": ["one", "two"]})
+    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "set")
+    assert texts(Source("hf", (str(tmp_path / "set"),), streaming=streaming)) == ["one", "two"]
+    for choice in ({"split": "test"}, {"subset": "web"}):
+        with pytest.raises(UserError, match="saved with the splits train and no subsets"):
+            texts(Source("hf", (str(tmp_path / "set"),), streaming=streaming, **choice))
+    rows.save_to_disk(tmp_path / "part")
+    assert texts(Source("hf", (str(tmp_path / "part"),), streaming=streaming)) == ["one", "two"]
 
 
 def test_pieces_of_a_long_text_join_to_the_text_and_begin_behind_a_word(tmp_path: Path) -> None:
