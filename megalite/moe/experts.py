@@ -134,12 +134,22 @@ def _scaled_backward(
     """Gradients of `before` and, in the router's precision, of `weights`, and what `_scaled` made; `scaled_grad`, the
     gradient of that, is written over. Rows from `used` (0-d) on may hold anything: their weights have gradient 0."""
     scale = weights.to(before.dtype).unsqueeze(1)
-    activated, pull, *_ = torch.func.vjp(activation, before)
+    activated, pull = _differentiated(activation, before)
     weights_grad = scaled_grad.to(weights.dtype, copy=True).mul_(activated).sum(1)
     if used is not None:
         weights_grad = torch.where(torch.arange(len(weights), device=weights.device) < used, weights_grad, 0.0)
     (before_grad,) = pull(scaled_grad.mul_(scale))
     return before_grad, weights_grad, activated * scale
+
+
+def _differentiated(activation: Activation, x: Tensor) -> Any:
+    """activation(x), and the function from the gradient of that to (gradient of x,)."""
+    if torch.compiler.is_compiling():
+        return torch.func.vjp(activation, x)
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        y = activation(x)
+    return y.detach(), partial(torch.autograd.grad, y, x)
 
 
 def _first_product(rows: Tensor, inner: Tensor, groups: RowGroups) -> Tensor:
