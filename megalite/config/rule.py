@@ -112,10 +112,12 @@ def speaks_of(names: Iterable[str], refused: Set[str]) -> bool:
 def problems_of(case: Case, rules: Sequence[Rule], refused: Set[str] = frozenset()) -> list[Problem]:
     """Everything that the rules find and that does not speak of what is `refused`, each with what would work."""
     found = [*broken(case, rules)]
-    wrong = {names[0] for names, _ in found}
+    wrong, tried = {names[0] for names, _ in found}, dict[tuple[str, str], Set[str]]()
 
     def mends(name: str, value: Any, refused: str) -> bool:
-        return {names[0] for names, _ in broken(case.changed(name, value), rules)} <= wrong - {refused}
+        if (key := (name, repr(value))) not in tried:
+            tried[key] = {names[0] for names, _ in broken(case.changed(name, value), rules)}
+        return tried[key] <= wrong - {refused}
 
     def problem(names: list[str], rule: str) -> Problem:
         refused, ways = names[0], list[str]()

@@ -141,7 +141,7 @@ ROWS = [
     Row(
         "start weights of another model",
         "run_dir=new checkpoint.init_from=exported model.hidden_size=32 model.num_layers=2",
-        ["hidden_size=32: is 16", "num_layers=2"],
+        ["hidden_size=32: is another in the model of", "model.hidden_size=16", "num_layers=2"],
     ),
     Row(
         "a tensor more",
