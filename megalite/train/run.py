@@ -162,11 +162,8 @@ def set_up(
             known, path = job.tokenizer_files, folder.path
             job.tokenizer_files = rank0_broadcast(context, lambda: keep_tokenizer(path, tokenizer.files(), known))
         open_record(job, companions)
-    except UserError:
-        folder.withdraw()
-        raise
     except BaseException:
-        folder.close()  # nobody else will: the job does not exist
+        folder.withdraw()  # nobody else will: the job does not exist
         raise
     return job
 
