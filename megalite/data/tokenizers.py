@@ -69,8 +69,11 @@ class TextTokenizer:
 
     @property
     def name(self) -> str:
-        """The kind of its model, and the number of tokens."""
-        return f"{self.spec['model']['type']} tokenizer with {self.vocab_size:,} tokens"
+        """The kind of its model, byte or char where a token is one byte or symbol, and the number of tokens."""
+        kind = self.spec["model"]["type"]
+        if all(len(text) == 1 for text in self.backend.get_vocab(with_added_tokens=False)):
+            kind = "byte" if self.mentions("ByteLevel", "pre_tokenizer") else "char"
+        return f"{kind} tokenizer with {self.vocab_size:,} tokens"
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, nothing added."""

@@ -60,6 +60,7 @@ def test_the_saved_folder_is_the_same_tokenizer_here_and_in_transformers(kind: s
     assert {path.name for path in tmp_path.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
     again, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert again.identity == tokenizer.identity
+    assert again.name.lower().startswith(f"{kind} tokenizer with "), again.name
     assert again.encode(TEXT) == theirs(TEXT, add_special_tokens=False).input_ids == tokenizer.encode(TEXT)
     assert theirs.decode(tokenizer.encode(TEXT)) == TEXT
     assert (len(theirs), theirs.eos_token_id) == (tokenizer.vocab_size, tokenizer.end_of_document)
