@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from megalite.data.tokenizers import END, TextTokenizer, load_tokenizer
+from megalite.data.tokenizers import END, TextTokenizer, byte_letters, load_tokenizer
 from megalite.errors.problems import UserError
 from megalite.prepare.prepare import bpe_tokenizer, byte_tokenizer, char_tokenizer, named_tokenizer
 
@@ -31,6 +31,17 @@ def make(kind: str) -> TextTokenizer:
 @given(text=st.text())
 def test_byte_gives_the_bytes(text: str) -> None:
     assert byte_tokenizer().encode(text) == list(text.encode())
+
+
+def test_bytes_are_looked_up_where_the_model_says_the_same() -> None:
+    tokenizer, letters = byte_tokenizer(), [*reversed(byte_letters())]
+    spec = tokenizer.spec | {"model": tokenizer.spec["model"] | {"vocab": {it: id for id, it in enumerate(letters)}}}
+    added = tokenizer.spec["added_tokens"][0] | {"content": "é", "special": False}
+    changes = [({}, True), ({"normalizer": {"type": "Lowercase"}}, False), ({"added_tokens": [added]}, False)]
+    for change, looked_up in changes:
+        one = TextTokenizer(Tokenizer.from_str(json.dumps(spec | change)), {})
+        assert one.encode("É, é!") == one.backend.encode("É, é!").ids
+        assert (one._ids_of_bytes is not None) == looked_up
 
 
 def test_char_numbers_the_symbols_in_order() -> None:
