@@ -56,6 +56,10 @@ _FREE = (  # beginnings of names; the model's leave the meaning of its parameter
     *("model.moe.capacity_factor", "model.moe.dispatcher"),
 )
 _WITH_LENGTH = (_LENGTH, "model.rope_")  # may change where the sequence length grows
+_OF_A_START = (
+    *("run_dir", "run_name", "resume", "checkpoint.init_from"),
+    *("launch.preflight", "launch.status_file", "train.max_minutes"),
+)
 
 
 class RunLock:
@@ -207,7 +211,8 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[
     if grows and now.get(_RAMP) is not None:
         rule = f"it counts samples, of which the run has consumed fewer when {_LENGTH} grows"
         problems.append(Problem(_RAMP, now[_RAMP], rule, f"{_RAMP}=null"))
-    for name in sorted(name for name in before.keys() & now.keys() if before[name] != now[name]):
+    changed = {name for name in before.keys() & now.keys() if before[name] != now[name]}
+    for name in sorted(changed.difference(_OF_A_START)):
         fixed = name.startswith(_FIXED) and not name.startswith(_FREE)
         if not grows if name.startswith(_WITH_LENGTH) else fixed:
             rule = f"the run in this folder was started with {name}={plain(before[name])}"

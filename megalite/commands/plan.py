@@ -16,7 +16,7 @@ from megalite.config import rules
 from megalite.config.arguments import number_from
 from megalite.config.compose import load_config, load_values, names_of
 from megalite.config.derive import derive_vocabulary, schedule_request
-from megalite.config.layout import STAGE_NAMES, dense_ranks, stage_settings
+from megalite.config.layout import STAGE_NAMES, dense_ranks, layout_of, stage_settings
 from megalite.config.rule import Case, problems_of
 from megalite.config.schema import A_YEAR_S
 from megalite.config.settings import with_values
@@ -65,17 +65,18 @@ def ranks(options: Namespace, overrides: list[str]) -> Shown:
     config = load_values(overrides, sorted(RANKS_READ))
     places_layers = not named.isdisjoint(("model", "model.num_layers", "experiment"))
     experts = config.model.moe.num_experts
-    if not experts and (options.experts or not named.isdisjoint(("parallel.ep", "parallel.etp"))):
+    asked = options.experts or config.parallel.ep > 1 or not named.isdisjoint(("parallel.ep", "parallel.etp"))
+    if not experts and asked:
         config = with_values(config, {"model.moe.num_experts": config.parallel.ep})
     case = Case(config, options.world_size, options.pp_split_rank, LABELS)
-    asked = (*(rules.EXPERT_RULES if experts else ()), *(rules.STAGE_RULES if places_layers else ()))
-    problems = problems_of(case, (*rules.LAYOUT_RULES, *asked))
+    others = (*(rules.EXPERT_RULES if experts else ()), *(rules.STAGE_RULES if places_layers else ()))
+    problems = problems_of(case, (*rules.LAYOUT_RULES, *others))
     settings = stage_settings(config, options.pp_split_rank)
     if not places_layers and (settled := [name for name in settings.asked if name != "vpp"]):
         rule = f"is needed by {' and '.join({**STAGE_NAMES, **LABELS}[name] for name in settled)}"
         problems.append(Problem("model.num_layers", NO_VALUE, rule, "model.num_layers=12, or model=NAME"))
     refuse(problems)
-    layout = rules.checked_layout(case)
+    layout = layout_of(config, options.world_size)
     groups, stages = groups_of(layout, experts), stage_layers(settings) if places_layers else ()
     width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
     lines = [*header_lines(layout), *table_lines(groups, layout.world_size, width)]
@@ -130,7 +131,7 @@ def buffers(options: Namespace, overrides: list[str]) -> Shown:
     if config.precision == "auto":
         config = replace(config, precision="bf16")
     config = derive_vocabulary(config, vocabulary_of(config))
-    world = rules.checked_layout(Case(config, world_size))
+    world = layout_of(config, world_size)
     kept = partial(bytes_of_rank, precision=config.precision, optimizer=config.optimizer)
     axes, *of_experts = header_lines(world)
     about = f"{config.model.name}, {axes}, {config.precision}, vocabulary {config.model.vocab_size:,}"

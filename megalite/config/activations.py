@@ -1,7 +1,6 @@
 """The non-linearities of an MLP by name. A new one is a row here: schema, docs, sizes and mathematics follow.
 
-A gated one multiplies the function of a gate by a second product of the same width. Functions get torch.nn.functional
-and x: torch is imported when they are called, as settings are checked without it.
+Functions get torch.nn.functional and x: torch is imported when they are called, as settings are checked without it.
 """
 
 from collections.abc import Callable
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Activation:
-    """x [..., width], if gated [..., 2 * width] with the gate first -> [..., width]."""
+    """x [..., width] -> [..., width]; if gated, x [..., 2 * width] holds the gate and the factor of its function."""
 
     meaning: str
     function: Callable[[Any, "Tensor"], "Tensor"]

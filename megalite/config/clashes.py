@@ -29,6 +29,7 @@ CLASHES: list[tuple[str, Values, str, Values, str]] = [
     ("async_tp", {True}, "compile parallel.schedule", {False}, "is the compiler's, and has no effect with {1} and {2}"),
     ("async_tp", {True}, "device", {"cpu"}, NO_EFFECT),
     ("async_tp", {True}, "fp8", bool, "joins a product with what {1} rounds before"),
+    ("expert_bias_rate", bool, "score", {"softmax"}, "with {1} a bias moves the scores of all experts"),
     ("cuda_graph", {True}, "device", {"cpu"}, NO_EFFECT),
     ("cuda_graph", {True}, "num_experts", bool, "cannot repeat what the host decides with {1}"),
     ("cuda_graph", {True}, "cross_document_attention", {False}, "cannot repeat what the host decides with {1}"),

@@ -56,12 +56,11 @@ def stage_settings(config: Config, split_rank: int | None = None) -> StageSettin
 
 @dataclass(frozen=True)
 class Exchange:
-    """How cp = ring x alltoall ranks share a sequence, and why. `gathers`: blocks are gathered, not passed round."""
+    """How cp = ring x alltoall ranks share a sequence. `gathers`: blocks are gathered, not passed round."""
 
     alltoall: int
     ring: int
     gathers: bool = False
-    why: str = "as set"
 
     @property
     def name(self) -> str:
@@ -74,22 +73,19 @@ class Exchange:
 def exchange_of(config: Config) -> Exchange:
     """What `parallel.cp_comm` says, or with `auto` what suits heads, dropout and documents, and sends least."""
     kind, cp, documents = config.parallel.cp_comm, config.parallel.cp, not config.data.cross_document_attention
+    dropout = config.model.dropout if config.model.attention_dropout is None else config.model.attention_dropout
     if kind in ("ring", "allgather"):
         return Exchange(1, cp, kind == "allgather")
     sizes = [size for size in range(1, cp + 1) if cp % size == 0 and exchanges_heads(config, size)]
     if kind == "alltoall+ring":
         size = config.parallel.cp_alltoall or max((size for size in sizes if size < cp), default=1)
         return Exchange(size, max(1, cp // size))
-    if kind == "alltoall":
+    if kind == "alltoall" or dropout or (documents and cp in sizes):  # dropout needs whole rows
         return Exchange(cp, 1)
-    if drops_probabilities(config):
-        return Exchange(cp, 1, why="dropout of attention's probabilities needs whole rows of them")
-    if documents:
-        if cp in sizes:
-            return Exchange(cp, 1, why="heads divide, and each rank computes whole documents")
-        return Exchange(1, cp, gathers=True, why="only the keys of the same document are fetched")
+    if documents:  # only the keys of the same document are fetched
+        return Exchange(1, cp, gathers=True)
     best = min(sizes, key=lambda size: sent_elements(config, size, cp // size))
-    return Exchange(best, cp // best, why="it sends least")
+    return Exchange(best, cp // best)
 
 
 def sent_elements(config: Config, alltoall: int, ring: int) -> float:
@@ -110,8 +106,3 @@ def exchanges_heads(config: Config, ranks: int) -> bool:
     """Whether `ranks` ranks can divide the heads: by whole groups, or by groups that several ranks copy."""
     heads, groups = local_heads(config)
     return heads % ranks == 0 and (groups % ranks == 0 or ranks % groups == 0)
-
-
-def drops_probabilities(config: Config) -> bool:
-    dropout = config.model.attention_dropout
-    return bool(config.model.dropout if dropout is None else dropout)

@@ -1,8 +1,4 @@
-"""What a config needs of this machine: folders, packages, variables; other ranks may see others.
-
-log.wandb says whether a run is shown at wandb, else the variable WANDB_MODE. Without both, a run is shown where a key
-is set up.
-"""
+"""What a config needs of this machine: folders, packages, variables; other ranks may see others."""
 
 import glob
 import os
@@ -18,8 +14,7 @@ from megalite.config.derive import BUILT_IN_TOKENIZERS, looks_like_path, run_dir
 from megalite.config.files import OWN, STATUS, absolute, output_problems, run_dir_problems
 from megalite.config.nccl_options import read_nccl_options
 from megalite.config.schema import Config
-from megalite.errors.problems import Problem, UserError
-from megalite.errors.words import nearest
+from megalite.errors.problems import NO_VALUE, Problem, UserError
 
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -40,12 +35,10 @@ def tokenizer_exists(config: Config) -> Iterator[Problem]:
     name, folder = config.tokenizer, Path(absolute(config.tokenizer))
     if name in BUILT_IN_TOKENIZERS or (name and folder.is_dir()):
         return
-    if looks_like_path(name):
-        yield Problem("tokenizer", name, f"there is no folder {folder}", "a transformers tokenizer's folder", here=True)
-    elif not HUB_NAME.fullmatch(name):
-        hint = f"tokenizer={near}, or " if (near := nearest(name, BUILT_IN_TOKENIZERS)) else ""
-        remedy = f"{hint}one of {', '.join(BUILT_IN_TOKENIZERS)}, a folder, or a name like gpt2 or owner/name"
-        yield Problem("tokenizer", name, "neither built in, nor a folder, nor the form of a hub name", remedy)
+    if (is_path := looks_like_path(name)) or not HUB_NAME.fullmatch(name):
+        rule = f"there is no folder {folder}" if is_path else "neither built in, nor a folder, nor a possible hub name"
+        remedy = f"{', '.join(BUILT_IN_TOKENIZERS)}, the folder of a transformers tokenizer, or a name like owner/name"
+        yield Problem("tokenizer", name, rule, remedy, here=is_path)
 
 
 def places_can_be_used(config: Config) -> Iterator[Problem]:
@@ -94,7 +87,7 @@ def status_file_is_free(config: Config) -> Iterator[Problem]:
 
 
 def asked_mode(setting: str | None, variables: Mapping[str, str]) -> str | None:
-    """The mode of wandb that the user asks for; None: nothing, or a WANDB_MODE that means nothing."""
+    """The mode of wandb by log.wandb, else by WANDB_MODE. None: neither says one, so a key that is set up decides."""
     return setting or WANDB_MODES.get(variables.get("WANDB_MODE", ""))
 
 
@@ -109,12 +102,11 @@ def trackers_can_be_used(config: Config) -> Iterator[Problem]:
     if variable and not (log.wandb or mode):
         remedy = "WANDB_MODE=online, offline or disabled, or leave it out"
         yield Problem("WANDB_MODE", variable, "is not a mode in which one process can write a run", remedy)
-    if mode in ("offline", "online") and not is_installed("wandb"):
-        name, remedy = "log.wandb" if log.wandb else "WANDB_MODE", "pip install wandb, or log.wandb=disabled"
-        yield Problem(name, mode, "the package wandb is not installed", remedy, here=True)
-    if log.tensorboard and not is_installed("tensorboard"):
-        remedy = "pip install tensorboard, or log.tensorboard=false"
-        yield Problem("log.tensorboard", True, "the package tensorboard is not installed", remedy, here=True)
+    asked = {"wandb": mode not in (None, "disabled"), "tensorboard": log.tensorboard}
+    for package, off in (("wandb", "disabled"), ("tensorboard", "false")):
+        if asked[package] and not is_installed(package):
+            rule, remedy = f"the package {package} is not installed", f"pip install {package}, or log.{package}={off}"
+            yield Problem(f"log.{package}", NO_VALUE, rule, remedy, here=True)
     if not WANDB_PROJECT.fullmatch(log.wandb_project):
         rule = "wandb takes 1 to 128 characters and none of / \\ # ? % :"
         yield Problem("log.wandb_project", log.wandb_project, rule, "log.wandb_project=megalite")

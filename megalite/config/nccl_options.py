@@ -37,17 +37,18 @@ KEYS = {"cga_cluster_size": int, "min_ctas": int, "max_ctas": int, "net_name": s
 def read_nccl_options(path: Path) -> dict[str, Mapping[str, Any]]:
     """The options of each group that the file names, by our group names; a UserError with everything wrong in it."""
     try:
-        content = read_yaml(path, f"a YAML file that every rank can read, or {SETTING}=null")
+        groups = read_yaml(path, f"a YAML file that every rank can read, or {SETTING}=null")
     except UserError as error:
         raise UserError([replace(each, setting=SETTING, value=str(path)) for each in error.problems]) from error
-    groups = content if isinstance(content, dict) else {}
-    wrong = [f"{name!r}" for name, options in groups.items() if name not in GROUPS or not isinstance(options, dict)]
-    listed = {name: options for name, options in groups.items() if isinstance(options, dict)}
-    pairs = [(name, key, value) for name, options in listed.items() for key, value in options.items()]
-    wrong += [f"{name}.{key}={value!r}" for name, key, value in pairs if type(value) is not KEYS.get(key)]
-    if wrong or not groups:
+    wrong = [] if groups and isinstance(groups, dict) else ["a mapping"]
+    for name, options in groups.items() if not wrong else ():
+        known = name in GROUPS and isinstance(options, dict)
+        pairs = options.items() if known else ()
+        wrong += [] if known else [repr(name)]
+        wrong += [f"{name}.{key}={value!r}" for key, value in pairs if type(value) is not KEYS.get(key)]
+    if wrong:
         keys = ", ".join(f"{key} ({kind.__name__})" for key, kind in KEYS.items())
-        rule = f"must map some of {', '.join(GROUPS)} to some of {keys}; is not: {', '.join(wrong) or 'a mapping'}"
+        rule = f"must map some of {', '.join(GROUPS)} to some of {keys}; is not: {', '.join(wrong)}"
         remedy = f"groups and keys like dp_cp: {{max_ctas: 16}}, or {SETTING}=null"
         raise UserError(Problem(SETTING, str(path), rule, remedy))
     return {ours: options for name, options in groups.items() for ours in GROUPS[name]}

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from math import isqrt, prod
+from math import prod
 from typing import Any
 
 from megalite.config.clashes import full_name
@@ -34,7 +34,7 @@ RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 TRIED, OFFERED, WAYS = 80, 3, 4  # values of one setting, those of them that are offered, and settings
 NEAR = 32  # whole numbers that far away are tried
-LARGEST_DIVISOR = 1 << 16  # of huge numbers, not all divisors are looked for
+LARGEST_DIVISOR = 1 << 12
 
 Row = tuple[Any, ...]  # setting, relation, others; and, if need be, in which cases
 Found = tuple[Any, str, str]  # whether it is wrong, words, sentence
@@ -153,20 +153,19 @@ def candidates(case: Case, name: str, names: Sequence[str]) -> Iterator[Any]:
 
 def _of_its_kind(setting: Setting, value: Any, numbers: Sequence[float], *, refused: bool) -> list[Any]:
     """Lists without one of their parts, choices, the other value of a switch, limits; default and null."""
-    ends = [*([setting.default] if setting.default != "auto" else []), *([None] if setting.nullable else [])]
+    found = list[Any]()
     if isinstance(value, list) and setting.kind is not Any:
         shorter = [value[:at] + value[at + 1 :] for at in range(len(value)) if len(value) > 1]
-        return [list(dict.fromkeys(value)), *shorter, *ends]
-    if setting.kind is Any and value is None:
-        return ["FOLDER", *ends]
-    if setting.choices:  # nobody knows what auto will be, unless the refused setting can be it
-        return [*(one for one in setting.choices if one != "auto" or refused), *ends]
-    if setting.kind is bool:
-        return [not value, *ends]
-    if setting.kind is float:
-        near = (one * times for one in numbers for times in (1.0, 2.0, 0.5))
-        return [*map(float, setting.limits.values()), *near, *ends]
-    return ends
+        found = [list(dict.fromkeys(value)), *shorter]
+    elif setting.kind is Any and value is None:
+        found = ["FOLDER"]
+    elif setting.choices:  # nobody knows what auto will be, unless the refused setting can be it
+        found = [one for one in setting.choices if one != "auto" or refused]
+    elif setting.kind is bool:
+        found = [not value]
+    elif setting.kind is float:
+        found = [*map(float, setting.limits.values()), *(one * by for one in numbers for by in (1.0, 2.0, 0.5))]
+    return [*found, *([setting.default] if setting.default != "auto" else []), *([None] if setting.nullable else [])]
 
 
 def _whole_numbers(value: int, others: Sequence[int]) -> list[Any]:
@@ -175,6 +174,5 @@ def _whole_numbers(value: int, others: Sequence[int]) -> list[Any]:
     for one in {*others, prod(others)}:
         first = max(1, value // one - 1)
         found |= {times * one for times in range(first, first + OFFERED + 2)}
-        small = [part for part in range(1, min(isqrt(one), LARGEST_DIVISOR) + 1) if one % part == 0]
-        found |= {*small, *(one // part for part in small)}
+        found |= {part for part in range(1, min(one, LARGEST_DIVISOR) + 1) if one % part == 0}
     return sorted(found, key=lambda number: (abs(number - value), number))

@@ -11,37 +11,24 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from megalite.config import layout
 from megalite.config.clashes import NO_EFFECT, clashes, full_name
 from megalite.config.derive import NAME, schedule_request
-from megalite.config.layout import (
-    AXES,
-    STAGE_NAMES,
-    axis_sizes,
-    dense_ranks,
-    drops_probabilities,
-    exchange_of,
-    exchanges_heads,
-    layout_of,
-    least_world,
-    local_heads,
-    stage_settings,
-)
 from megalite.config.machine_rules import MACHINE_RULES
 from megalite.config.rule import Case, Found, Rule, broken, problems_of, routes, speaks_of
 from megalite.config.schedule_rules import schedule_flaws
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, bounds, outside, with_values
 from megalite.config.step_plan import batch_ramp, ramp_flaw
-from megalite.errors.problems import Problem, refuse
-from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, EXPERT_NAME, ParallelLayout, strides_of
+from megalite.errors.problems import Problem
+from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, EXPERT_NAME, strides_of
 from megalite.layout.stages import stage_counts
 
 BLOCK = 16  # tokens: the shortest piece of a ring's sequence that fills the rows of a matrix unit
 ROUNDED = [one for one in SETTINGS.values() if one.kind in (float, list[float]) and one.group != "data"]
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
-# Settings that stay at their defaults unless a switch has the value needed, or a larger number: without it they have no
-# effect.
+# A switch, the value of it that is needed (or a larger number), and settings that have no effect without it.
 Inert = tuple[str, Any, str]
 EXPERTS = "model.moe.num_experts"
 INERT: list[Inert] = [
@@ -53,6 +40,7 @@ INERT: list[Inert] = [
     ("rope_scaling", "yarn", "rope_beta_slow rope_beta_fast rope_truncate rope_attention_factor"),
     ("rope_scaling", "yarn", "rope_mscale rope_mscale_all_dim"),
     ("cp", 2, "cp_comm cp_alltoall"),
+    ("cp_comm", "alltoall+ring", "cp_alltoall"),
     ("num_experts", 1, "ep"),
     ("score", "softmax", "pre_softmax"),
     ("precision", "fp16", "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
@@ -80,12 +68,6 @@ def check(config: Config, world_size: int, doubtful: Collection[str] = ()) -> li
     problems += problems_of(Case(judged, world_size), RULES, refused)
     found = (problem for rule in MACHINE_RULES for problem in rule(judged))
     return problems + [problem for problem in found if not speaks_of([problem.setting], refused)]
-
-
-def checked_layout(case: Case) -> ParallelLayout:
-    """The layout that the config asks for, or a UserError with everything that is wrong with it."""
-    refuse(problems_of(case, LAYOUT_RULES))
-    return layout_of(case.config, case.world_size)
 
 
 def unused(config: Config) -> list[str]:
@@ -149,13 +131,12 @@ def experts_are_chosen_and_placed(case: Case) -> Iterator[Found]:
         moe_outputs = "moe" in case.config.train.recompute_modules
         yield moe_outputs, "recompute_modules num_experts", "moe has no effect with {1}"
         return
-    softmax, learns = moe.score == "softmax", k > 1 or case.config.checkpoint.init_from is not None
-    after = softmax and not moe.pre_softmax  # the choice: over the chosen experts alone
+    learns = k > 1 or case.config.checkpoint.init_from is not None
+    after = moe.score == "softmax" and not moe.pre_softmax  # the choice: over the chosen experts alone
     few = chosen <= groups and experts // groups * chosen < k <= experts
     dropped = moe.capacity_factor is not None and moe.capacity_factor * k < 1
     yield few, "top_k top_k_groups num_groups num_experts", "above the experts of a token's groups ({1}, {2}, {3})"
     yield dropped, "capacity_factor top_k", "with {1} all experts together take fewer than one choice of each token"
-    yield softmax and moe.expert_bias_rate, "expert_bias_rate score", "with {1} a bias moves the scores of all experts"
     yield after and not learns, "top_k pre_softmax score", "a softmax over one expert is 1 and learns nothing ({1})"
     sums = "the softmax over the chosen experts has the sum 1 as it is ({1})"
     yield after and not moe.normalize_weights, "normalize_weights pre_softmax score", sums
@@ -169,17 +150,15 @@ def experts_are_chosen_and_placed(case: Case) -> Iterator[Found]:
 
 
 def names_are_file_names(case: Case) -> Iterator[Found]:
-    model, run = case.config.model.name, case.config.run_name
-    rule = "must be 1 to 64 of a-z, A-Z, 0-9, '.', '_' and '-', a letter or digit first"
-    yield not MODEL_NAME.fullmatch(model), "model.name", rule
-    rule = "must be 1 to 100 letters, digits and ._=+-, no dot or sign first"
-    yield run is not None and not NAME.fullmatch(run), "run_name", rule
+    for name, pattern in (("model.name", MODEL_NAME), ("run_name", NAME)):
+        value = case.given(name)
+        yield value is not None and not pattern.fullmatch(value), name, f"must match {pattern.pattern}"
 
 
 def kernels_can_run(case: Case) -> Iterator[Found]:
     """A fp8 product takes weights of which both sizes are multiples of 16, on each rank of tp."""
     config, model, tp = case.config, case.derived.model, case.config.parallel.tp
-    tiles = config.train.attention != "auto" and config.parallel.cp > 1 and exchange_of(config).ring > 1
+    tiles = config.train.attention != "auto" and config.parallel.cp > 1 and layout.exchange_of(config).ring > 1
     yield tiles, "attention cp_comm cp", "has no effect with {1}, whose ranks compute tiles of their own"
     if config.train.fp8 is None:
         return
@@ -208,10 +187,8 @@ def numbers_are_held_as_asked(case: Case) -> Iterator[Found]:
     """fp32 rounds no number to nothing or out of bounds. A precision of auto is judged where the device has chosen."""
     config, optimizer, betas = case.config, case.config.optimizer, case.config.optimizer.betas
     small = optimizer.moment_dtype == "bf16" and betas and 1 - 2**-8 <= betas[0] < 1  # half an ulp of bf16
-    above = config.precision == "fp16" and optimizer.min_loss_scale > optimizer.initial_loss_scale
     yield len(betas) != 2, "betas", "must be two numbers"
     yield small, "moment_dtype betas", "with {1} a step takes less of the first moment than bf16 rounds away"
-    yield above, "min_loss_scale initial_loss_scale", "above {1}"
     for setting in ROUNDED if config.precision != "fp64" else ():
         value = case.given(setting.name)
         numbers = value if isinstance(value, list) else [] if value is None else [value]
@@ -244,16 +221,16 @@ def vocabulary_holds_the_tokens(case: Case) -> Iterator[Found]:
 
 def axes_have_places(case: Case) -> Iterator[Found]:
     """Activations flow along one pipeline, so dense layers and experts must agree which stages are neighbours."""
-    axes, sizes = case.config.parallel, axis_sizes(case.config, case.world_size)
+    axes, sizes = case.config.parallel, layout.axis_sizes(case.config, case.world_size)
     named = axes.order.split("-")
     yield axes.vpp > 1 and axes.pp == 1, "vpp pp", "virtual stages divide the stages of a pipeline, and {1} has none"
-    if sorted(named) != sorted({*named} & {*AXES}):
-        yield True, "order", f"must name axes of {', '.join(AXES)}, in lower case and none twice"
+    if sorted(named) != sorted({*named} & {*layout.AXES}):
+        yield True, "order", f"must name axes of {', '.join(layout.AXES)}, in lower case and none twice"
         return
-    large = [axis for axis in AXES if max(sizes[axis], sizes[EXPERT_NAME.get(axis, axis)]) > 1]
+    large = [axis for axis in layout.AXES if max(sizes[axis], sizes[EXPERT_NAME.get(axis, axis)]) > 1]
     missing = [axis for axis in large if axis not in named]
     yield missing, "order", f"has no place for {', '.join(missing)} of sizes above 1"
-    if axes.pp > 1 and routes(case) and case.world_size % least_world(case.config) == 0 and not missing:
+    if axes.pp > 1 and routes(case) and case.world_size % layout.least_world(case.config) == 0 and not missing:
         dense, expert = (strides_of(axes.order, sizes, known)["pp"] for known in (DENSE_AXES, EXPERT_AXES))
         rule = f"neighbouring stages are {dense} ranks apart for dense layers, {expert} for experts"
         yield dense != expert, "order", rule
@@ -261,7 +238,8 @@ def axes_have_places(case: Case) -> Iterator[Found]:
 
 def stages_hold_all_layers(case: Case) -> Iterator[Found]:
     """Settings that place the same layers clash; the others must place each layer once."""
-    settings, names = stage_settings(case.config, case.split_rank), {**STAGE_NAMES, "split_rank": "split_rank"}
+    settings = layout.stage_settings(case.config, case.split_rank)
+    names = {**layout.STAGE_NAMES, "split_rank": "split_rank"}
     for clashing, others in settings.clashes.items():
         shown = " and ".join(case.show(names[other]) for other in others)
         yield True, " ".join(names[one] for one in (clashing, *others)), f"cannot be combined with {shown}"
@@ -280,10 +258,10 @@ def stages_hold_all_layers(case: Case) -> Iterator[Found]:
 def batches_suit_ranks_and_schedule(case: Case) -> Iterator[Found]:
     """The full batch does, and if it does, all smaller ones of a ramp."""
     train, request = case.config.train, schedule_request(case.config, case.world_size)
-    dp, rest = divmod(case.world_size, dense_ranks(case.config))
+    dp, rest = divmod(case.world_size, layout.dense_ranks(case.config))
     unit, sizes, flaw = (train.micro_batch_size or 1) * max(1, dp), batch_ramp(train).sizes, ramp_flaw(train)
-    uneven = next((size for size in sizes if size % unit and not rest), 0)
-    full, flaws = bool(uneven) and sizes[-1] % unit > 0, [*schedule_flaws(request)]
+    uneven = next((size for size in sizes if size % unit), 0)
+    full, flaws = not rest and sizes[-1] % unit, [*schedule_flaws(request)]
     rule = f"not a multiple of {unit}, a micro-batch for each data-parallel rank"
     yield full, f"global_batch_size micro_batch_size world_size {unit}", rule
     for name, rule in flaws:
@@ -301,44 +279,40 @@ def batches_suit_ranks_and_schedule(case: Case) -> Iterator[Found]:
 def ranks_hold_equal_shares(case: Case) -> Iterator[Found]:
     """Layers are cut over tp, key-value heads cut or copied; the optimizer's instances divide its replicas."""
     config, model, tp = case.config, case.derived.model, case.config.parallel.tp
-    heads, groups, zero = model.num_attention_heads, model.num_key_value_heads, config.optimizer.zero
+    heads, groups, world = model.num_attention_heads, model.num_key_value_heads, case.world_size
     apart = heads % groups == 0 and groups != heads and groups % tp and tp % groups
     yield apart, "num_key_value_heads tp num_attention_heads", "neither a multiple nor a divisor of {1}"
     mlp = len(model.expert_layers) < model.num_layers
     yield mlp and model.ffn_hidden_size % tp, "model.ffn_hidden_size tp", "not a multiple of {1}"
-    sizes, replicas = axis_sizes(config, case.world_size), dict[str, int]()
-    if zero and case.world_size % dense_ranks(config) == 0:
-        replicas["dp x cp"] = sizes["dp"] * sizes["cp"]
-    if zero and case.world_size % least_world(config) == 0 and routes(case):
-        replicas["edp"] = sizes["edp"]
-    for name, ranks in replicas.items():
-        yield ranks % config.optimizer.instances, f"instances tp pp {ranks}", f"does not divide {name} = {ranks}"
+    sizes = layout.axis_sizes(config, world)
+    replicas = [("dp x cp", sizes["dp"] * sizes["cp"], layout.dense_ranks(config))]
+    replicas += [("edp", sizes["edp"], layout.least_world(config))] if routes(case) else []
+    for name, ranks, unit in replicas if config.optimizer.zero else ():
+        rest = world % unit == 0 and ranks % config.optimizer.instances
+        yield rest, f"instances tp pp {ranks}", f"does not divide {name} = {ranks}"
 
 
 def context_ranks_can_exchange(case: Case) -> Iterator[Found]:
-    """Pieces of a sequence are equal, a ring's fill a block, heads divide over ranks that swap them, and dropout needs
-    whole rows."""
-    config, axes, exchange = case.config, case.derived.parallel, exchange_of(case.config)
-    (heads, groups), cp, kind, size = local_heads(config), axes.cp, axes.cp_comm, axes.cp_alltoall
+    """Pieces of a sequence are equal, a ring's fill a block, and heads divide over ranks that swap them."""
+    config, axes, exchange = case.config, case.derived.parallel, layout.exchange_of(case.config)
+    (heads, groups), cp, kind, size = layout.local_heads(config), axes.cp, axes.cp_comm, axes.cp_alltoall
     pieces = (axes.tp if axes.sequence_parallel else 1) * (1 if cp == 1 else 2 * cp)
     rule = f"not a multiple of {pieces}, its pieces with {{1}} and {{2}}"
     yield config.train.seq_length % pieces, f"seq_length cp tp sequence_parallel {pieces}", rule
     if cp == 1:  # other rules say that the settings have no effect
         return
     have, both = f"the {heads} query and {groups} key-value heads of a rank", kind == "alltoall+ring"
-    drops, divides = drops_probabilities(config), exchanges_heads(config, exchange.alltoall)
+    divides = layout.exchanges_heads(config, exchange.alltoall)
     product = 1 < exchange.alltoall < cp and cp % exchange.alltoall == 0
-    yield size and not both, "cp_alltoall cp_comm", "has no effect with {1}"
-    yield kind == "alltoall" and not divides, "cp_comm cp", f"{have} do not divide over {{1}}"
+    swap, refused = exchange.alltoall == cp and not both, "attention_dropout cp" if kind == "auto" else "cp_comm cp"
+    yield swap and not divides, refused, f"an exchange of heads is needed, and {have} do not divide over {{1}}"
     rule = f"{{1}} must be a product of two sizes above 1, over the first of which divide {have}"
     yield both and not (product and divides), "cp_alltoall cp cp_comm" if size else "cp_comm cp", rule
     tokens, rest = divmod(config.train.seq_length, 2 * exchange.ring)
     rule = f"leaves {{1}} pieces of {tokens} tokens, shorter than a block of {BLOCK}"
     yield exchange.ring > 1 and not rest and tokens < BLOCK, f"seq_length cp cp_comm {2 * exchange.ring * BLOCK}", rule
     rule = "with {1} no rank has whole rows of probabilities to drop from"
-    yield drops and exchange.ring > 1, "attention_dropout cp_comm cp", rule
-    rule = f"needs an exchange of heads, and {have} do not divide over {{1}}"
-    yield drops and kind == "auto" and not divides, "attention_dropout cp", rule
+    yield case.derived.model.attention_dropout and exchange.ring > 1, "attention_dropout cp_comm cp", rule
 
 
 LAYOUT_RULES: tuple[Rule, ...] = (
@@ -361,6 +335,7 @@ RULES: tuple[Rule, ...] = (
     ("recompute_layers", "above", "num_layers"),
     ("warmup_steps", "above", "train.steps"),
     ("min_lr", "above", "optimizer.lr"),
+    ("min_loss_scale", "above", "initial_loss_scale", lambda case: case.config.precision == "fp16"),
     ("num_attention_heads", "not a multiple of", "tp"),
     ("vocab_multiple", "below", "tp"),  # a small vocabulary, padded to it, might leave a rank without rows
     *(*LAYOUT_RULES, *EXPERT_RULES, *STAGE_RULES, *SCHEDULE_RULES),

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from megalite.context_parallel.exchange import CpGroups
 from megalite.kernels.attention_mask import AttentionMask
 from megalite.kernels.attention_tile import attend, attend_backward, merge_
-from megalite.kernels.pieces import statistics_dtype
+from megalite.kernels.products import statistics_dtype
 from megalite.layout.sequence import Tile, block_places
 from megalite.tensor_parallel.collectives import finish, start_all_gather
 

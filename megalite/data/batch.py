@@ -60,8 +60,7 @@ class Batch:
         if share.ring > 1:
             apart = self.documents
             plan = causal_plan(share, self.length) if apart is None else document_plan(share, starts_of(apart.numpy()))
-        ranges = share.places(self.length, "zigzag" if plan is None else plan.cut)
-        index = torch.cat([torch.arange(each.start, each.stop, each.step) for each in ranges])
+        index = torch.from_numpy(share.places(self.length, "zigzag" if plan is None else plan.cut))
         names = ("tokens", "labels", "loss_mask", "positions", "places")
         parts: dict[str, Any] = {name: getattr(self, name)[..., index] for name in names}
         return replace(self, **parts, plan=plan)

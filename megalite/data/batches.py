@@ -1,9 +1,8 @@
 """Reads samples as microbatches onto the device, ahead of the step that needs them.
 
-A global batch holds the samples after those of the batches before it, as many as its step takes (step_plan.py). Its
-microbatch j holds micro_batch_size of them in order. Data-parallel rank r takes the microbatches j with
-j % dp_size == r, and of each sequence its part where ranks of cp share it. A run's position in the data is one number:
-the samples that it has consumed.
+A global batch holds the samples after those of the batches before it, as many as its step takes (step_plan.py), and its
+microbatch j micro_batch_size of them in order. Data-parallel rank r takes the microbatches j with j % dp_size == r, and
+of each sequence its part where ranks of cp share it. A run's position in the data is the samples that it has consumed.
 """
 
 import time

@@ -87,7 +87,7 @@ class SampleSource:
         parts, starts = self.places(indices)
         rows = np.empty((len(indices), self.seq_length + 1), dtype=np.int64)
         for row, part, start in zip(rows, parts, starts, strict=True):
-            row[:] = self.parts[part].file.tokens[start : start + self.seq_length + 1]
+            row[:] = self.parts[part].file.read(start, start + self.seq_length + 1)
         if rows.max() >= self.vocab_size or rows.min() < 0:
             for index, part, start in zip(indices, parts, map(int, starts), strict=True):
                 stop = start + self.seq_length + 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -64,9 +64,10 @@ class Facts:
 @dataclass(frozen=True)
 class TokenFile:
     """One token file, mapped into memory. `tokens` [tokens]; `lengths`, `pointers` [sequences]; `boundaries`
-    [documents + 1]."""
+    [documents + 1]. `data`: the file of the tokens."""
 
     prefix: Path
+    data: BinaryIO
     tokens: Array
     lengths: Array
     pointers: Array
@@ -76,7 +77,8 @@ class TokenFile:
     def open(cls, prefix: Path) -> "TokenFile":
         """Open PREFIX.bin and PREFIX.idx; UserError if they are missing, damaged or do not belong together. In a large
         index, some 4 million entries are checked, spread evenly over it."""
-        data, index = _mapped(with_suffix(prefix, ".bin")), _mapped(with_suffix(prefix, ".idx"))
+        file, data = _mapped(with_suffix(prefix, ".bin"))
+        _, index = _mapped(with_suffix(prefix, ".idx"))
         head = index[: HEADER.size].tobytes().ljust(HEADER.size, b"\0")
         magic, version, code, sequences, boundaries = HEADER.unpack(head)
         if magic != MAGIC or version != 1 or code not in DTYPES:
@@ -88,9 +90,9 @@ class TokenFile:
             raise damaged(prefix, ".idx", rule)
         arrays = [index[at:end].view(kind) for (at, end), kind in zip(pairwise(ends), ENTRIES, strict=True)]
         dtype = np.dtype(DTYPES[code])
-        file = cls(prefix, data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype), *arrays)
-        file.check(len(data), step=max(ROWS, -(-max(sequences, boundaries) // LOOKS)))
-        return file
+        opened = cls(prefix, file, data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype), *arrays)
+        opened.check(len(data), step=max(ROWS, -(-max(sequences, boundaries) // LOOKS)))
+        return opened
 
     @property
     def documents(self) -> int:
@@ -105,6 +107,15 @@ class TokenFile:
     def facts(self) -> Facts:
         """The facts in PREFIX.json; none for a file that was not made here."""
         return read_facts(self.prefix)
+
+    def read(self, first: int, stop: int) -> Array:
+        """The tokens [first, stop), not through the map: that would hold the interpreter's lock while a disk is slow,
+        and end the process without a word where the file was cut short or the disk fails."""
+        found, width = np.empty(stop - first, self.tokens.dtype), self.tokens.dtype.itemsize
+        with refusing(self.data.name, "restore it from a copy; a run continues from its newest checkpoint"):
+            if os.preadv(self.data.fileno(), [found.view(np.uint8).data], first * width) < found.nbytes:
+                raise ValueError("was cut short since it was opened")
+        return found
 
     def document_at(self, position: int) -> int:
         """The document to which the token at `position` belongs."""
@@ -185,15 +196,16 @@ def read_facts(prefix: Path) -> Facts:
     return as_record(Facts, read_object(path, hint), path, hint) if os.path.lexists(path) else Facts()
 
 
-def _mapped(path: Path) -> Array:
-    """The bytes of a regular file; a pipe is not waited for."""
+def _mapped(path: Path) -> tuple[BinaryIO, Array]:
+    """A regular file and its bytes; a pipe is not waited for."""
     if not os.path.lexists(path):
         hint = "give the path of a token file without .bin; both .bin and .idx are needed"
         raise UserError(Problem("data.path", str(path), "is missing", hint))
     with refusing(path, "check its permissions"):
         if not path.is_file():
             raise ValueError("is not a regular file")
-        return np.asarray(np.memmap(path, np.uint8, "r") if path.stat().st_size else [], np.uint8)
+        file = open(path, "rb", buffering=0)  # noqa: SIM115 - open as long as the array is used
+        return file, np.asarray(np.memmap(file, np.uint8, "r") if path.stat().st_size else [], np.uint8)
 
 
 def damaged(prefix: Path, suffix: str, rule: str) -> UserError:

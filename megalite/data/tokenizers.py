@@ -90,8 +90,7 @@ class TextTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, nothing added."""
-        ids: list[int] = self.encode_many([text])[0].tolist()
-        return ids
+        return [int(token) for token in self.encode_many([text])[0]]
 
     def encode_many(self, texts: Sequence[str]) -> list[IntArray]:
         """The ids of each text, nothing added; several texts on several threads. UserError for what the tokenizer

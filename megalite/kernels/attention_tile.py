@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalite.kernels.pieces import statistics_dtype
+from megalite.kernels.products import statistics_dtype
 
 _aten = torch.ops.aten
 _HALF = (torch.float16, torch.bfloat16)

@@ -119,7 +119,7 @@ class ParallelContext:
         (pytorch#119797). Where even that hangs, Python's lock held or not, a thread of C ends the process."""
         if self.control_group is None or not dist.is_initialized():
             return
-        by_nccl = {group for name, group in self.groups.items() if not self.specs[name].on_host}
+        by_nccl = {group for name, group in self.groups.items() if self.specs[name].traffic != "saving"}
         if failed and self.device.type == "cuda" and by_nccl:
             faulthandler.dump_traceback_later(ABORT_S, exit=True)
             nccl: Any = next(iter(by_nccl))._get_backend(self.device)  # torch has no public name for NCCL's group

@@ -235,7 +235,7 @@ def make_groups(
     variables win over its options; groups of different options share no communicator."""
     made, groups = dict[Any, Any](), dict[str, dist.ProcessGroup]()
     for spec in specs:
-        on_gpu = device.type == "cuda" and not spec.on_host
+        on_gpu = device.type == "cuda" and spec.traffic != "saving"
         options: Any = None
         chosen = nccl.get(spec.options, {}) if on_gpu else {}
         key = (spec.traffic, spec.ranks, tuple(sorted(chosen.items())))

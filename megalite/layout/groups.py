@@ -36,11 +36,6 @@ class GroupSpec:
         """The name by which the NCCL options file knows it: both directions of a pipeline are "pp"."""
         return "pp" if self.traffic in ("forward", "backward") else self.name
 
-    @property
-    def on_host(self) -> bool:
-        """Whether what it carries lies in host memory, whatever the device."""
-        return self.traffic == "saving"
-
 
 @dataclass(frozen=True)
 class GroupNeeds:

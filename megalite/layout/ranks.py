@@ -31,7 +31,7 @@ def strides_of(order: str, sizes: Mapping[str, int], axes: Sequence[str]) -> dic
 @dataclass(frozen=True)
 class ParallelLayout:
     """Sizes of all axes over one world. `etp` is None for a dense model, which has no expert axes. What a user asks for
-    goes through `config.rules.checked_layout` first."""
+    passes `config.rules.LAYOUT_RULES` first."""
 
     tp: int = 1
     cp: int = 1

@@ -39,14 +39,10 @@ class CpShard:
         """Which block it holds a part of: its place in the ring."""
         return self.index // self.alltoall
 
-    def places(self, length: int, cut: Cut = "zigzag") -> list[range]:
+    def places(self, length: int, cut: Cut = "zigzag") -> IntArray:
         """The places of this rank's part, ascending."""
-        rows, found = length // (self.ring * self.alltoall), []
-        start = self.index % self.alltoall * rows  # of its part, in what is left of the block
-        for piece in block_places(length, self.ring, self.block, cut):
-            found.append(piece[max(0, start) : max(0, start + rows)])
-            start -= len(piece)
-        return [piece for piece in found if piece]
+        parts = np.split(_joined(block_places(length, self.ring, self.block, cut)), self.alltoall)
+        return parts[self.index % self.alltoall]
 
 
 def block_places(length: int, ring: int, block: int, cut: Cut) -> list[range]:
@@ -56,6 +52,10 @@ def block_places(length: int, ring: int, block: int, cut: Cut) -> list[range]:
     assert length % (2 * ring) == 0, (length, ring)
     piece = length // (2 * ring)
     return [range(number * piece, (number + 1) * piece) for number in (block, 2 * ring - 1 - block)]
+
+
+def _joined(pieces: Sequence[range]) -> IntArray:
+    return np.concatenate([np.arange(each.start, each.stop, each.step) for each in pieces])
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,7 @@ def document_plan(share: CpShard, starts: IntArray) -> AttentionPlan:
 def _document_plans(ring: int, starts: IntArray, cut: Cut) -> list[AttentionPlan]:
     """The plans of all blocks."""
     length = starts.shape[1]
-    pieces = [block_places(length, ring, block, cut) for block in range(ring)]
-    blocks = [np.concatenate([np.arange(each.start, each.stop, each.step) for each in block]) for block in pieces]
+    blocks = [_joined(block_places(length, ring, block, cut)) for block in range(ring)]
 
     def tiles(own: int, source: int) -> tuple[Tile, ...]:
         rows = causal_tile(ring, own, source, length // ring, cut).queries

@@ -16,7 +16,7 @@ from megalite.config.activations import ACTIVATIONS
 from megalite.config.schema import ModelConfig
 from megalite.context_parallel.exchange import CpGroups
 from megalite.kernels.dropout import DropoutKey, hash_dropout
-from megalite.kernels.pieces import statistics_dtype
+from megalite.kernels.products import statistics_dtype
 from megalite.model.attention import Attention, BlockInputs, Heads
 from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.kernels.pieces import statistics_dtype
-from megalite.kernels.products import add_transposed_product
+from megalite.kernels.products import add_transposed_product, statistics_dtype
 from megalite.tensor_parallel.collectives import (
     TensorGroup,
     finish,

@@ -23,13 +23,13 @@ Activation = Callable[[Tensor], Tensor]
 class ExpertMatrix(nn.Module):
     """One matrix of each local expert: weight [experts, *outputs, inputs], without values.
 
-    `main_grad`: None, or a tensor of its size to which backward adds the gradient (fp32, fp64 in fp64).
+    `main_grads`: empty, or a tensor of its size to which backward adds the gradient (fp32, fp64 in fp64).
     """
 
     def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
-        self.main_grad: Tensor | None = None
+        self.main_grads: dict[str, Tensor] = {}
 
 
 class Experts(nn.Module):
@@ -62,7 +62,8 @@ class Experts(nn.Module):
         experts a term of the sum. Rows of no expert give 0 and have no gradient, or nobody reads what they give."""
         inner = getattr(self, self.inner)
         passes = _compiled_passes() if self.compiled else (_scaled, _scaled_backward)
-        options = self.activation, passes, (inner.main_grad, self.down.main_grad), self.deferred, self.recompute
+        main_grads = inner.main_grads.get("weight"), self.down.main_grads.get("weight")
+        options = self.activation, passes, main_grads, self.deferred, self.recompute
         return _ExpertMLP.apply(  # type: ignore[no-any-return]
             rows, weights, inner.weight, self.down.weight, groups, *options
         )

@@ -20,7 +20,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from megalite.data.batch import Batch
 from megalite.model.gpt import GPT
 from megalite.pipeline.actions import Action, Schedule
-from megalite.pipeline.microbatch_graph import MicrobatchGraph
 from megalite.pipeline.simulator import Span
 from megalite.pipeline.transfers import Direction, Instruction, Transfer, Wait, instructions
 from megalite.tensor_parallel.deferred import Later
@@ -28,6 +27,7 @@ from megalite.tensor_parallel.deferred import Later
 ScheduleOf = Callable[[int], Schedule]  # the schedule of a number of microbatches
 Phase = Literal["forward", "backward", "communication"]  # of a step
 Forward = Callable[[GPT, Batch, Tensor | None], Tensor]  # what a chunk makes of a microbatch and what it received
+FIRST = 2  # microbatches before a graph's capture: they compile, choose kernels and fill caches, which no capture can
 
 
 class Executor:
@@ -36,7 +36,7 @@ class Executor:
     `groups`: the communicators of all ranks of the pipeline, in their order, for each direction; empty for a `rank`
     alone. `expect_last_gradients` is called before the backward that brings a chunk's last gradients, with a function
     that runs work after the weight gradients that this backward has deferred so far. `switch` is called when another
-    phase of a training step begins. Microbatches of a rank alone may have a `graph`, in place of actions one by one.
+    phase of a training step begins. With `graph` a microbatch of a rank alone is one CUDA graph.
     """
 
     def __init__(
@@ -48,10 +48,11 @@ class Executor:
         evaluation: ScheduleOf,
         expect_last_gradients: Callable[[int, Later], None],
         switch: Callable[[Phase], object] = lambda phase: None,
-        graph: MicrobatchGraph | None = None,
+        graph: bool = False,
     ) -> None:
         self.chunks, self.rank, self.groups, self.device = chunks, rank, groups, chunks[0].device
-        self.expect_last_gradients, self._switch, self._graph = expect_last_gradients, switch, graph
+        self.expect_last_gradients, self._switch = expect_last_gradients, switch
+        self._graph = MicrobatchGraph(chunks[0]) if graph else None
         self._training, self._evaluation, self._plan = training, evaluation, cache(self._planned)
         self._recorded: list[Span] | None = None
         # Waits for what was sent: nothing that is computed needs to.
@@ -217,3 +218,52 @@ class _Run:
         tensor_id = self._schedule.sent_tensor_id(self._rank, action)
         if tensor_id is not None:
             self._here[tensor_id] = tensor.contiguous()
+
+
+class MicrobatchGraph:
+    """Forward and backward of a microbatch of a whole model as one CUDA graph: the host starts all kernels by one call.
+
+    All microbatches must have the shape of the first. A graph repeats the launches of its capture, on the same
+    addresses and with the same numbers from the host. So what differs between microbatches is copied to tensors of its
+    own, and gradients are added to main gradients, which stay in place. Whatever the host decides anew in each
+    microbatch (rows of experts, samples of dropout, exchanges between ranks, masks of documents) cannot be in it:
+    config/rules.py refuses it.
+    """
+
+    def __init__(self, model: GPT) -> None:
+        self._model, self._seen = model, 0
+
+    def __call__(self, batch: Batch, scale: Tensor) -> Tensor:
+        """Adds the microbatch's gradients; its loss, as `GPT.loss` scales it."""
+        self._seen += 1
+        if self._seen <= FIRST:
+            return self._compute(batch, scale)
+        if self._seen == FIRST + 1:
+            self._capture(batch, scale)
+        self._batch.fill(batch)
+        self._scale.copy_(scale)
+        self._repeat()
+        return self._loss.clone()
+
+    def _capture(self, batch: Batch, scale: Tensor) -> None:
+        self._batch, self._scale = batch.map(torch.clone), scale.clone()
+        try:
+            self._loss, self._repeat = captured(lambda: self._compute(self._batch, self._scale))
+        except Exception as error:  # whatever a kernel's own compiler raises
+            # torch is left on the capture's stream and, up to 2.11, with its memory (pytorch#180395): no way goes on.
+            advice = "train.cuda_graph=false starts kernels one by one"
+            raise RuntimeError(f"microbatches cannot be a CUDA graph here: {advice}") from error
+
+    def _compute(self, batch: Batch, scale: Tensor) -> Tensor:
+        loss = self._model.loss(batch, scale)
+        loss.backward()
+        return loss.detach()
+
+
+def captured(body: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:
+    """The tensor that `body` returns, and a function that fills it. Nothing is run yet."""
+    graph = torch.cuda.CUDAGraph()
+    # "global", the default, breaks the capture where another thread pins memory, as the reader of batches does.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        found = body()
+    return found, graph.replay

@@ -53,8 +53,14 @@ def load_dataset(name: str, subset: str | None, split: str, streaming: bool) -> 
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     datasets.disable_progress_bars()
     try:
-        with private_files() if is_here else nullcontext():  # the library keeps a copy of the text
-            return datasets.load_dataset(name, subset, split=split, streaming=streaming)
+        if not any(Path(name, state).exists() for state in ("state.json", "dataset_dict.json")):
+            with private_files() if is_here else nullcontext():  # the library keeps a copy of the text
+                return datasets.load_dataset(name, subset, split=split, streaming=streaming)
+        saved = datasets.load_from_disk(name)  # what `save_to_disk` wrote
+        splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or split): saved}
+        if subset is not None or split not in splits:
+            raise ValueError(f"it was saved with the splits {', '.join(map(str, splits))} and no subsets")
+        return splits[split].to_iterable_dataset() if streaming else splits[split]
     except Exception as error:  # the library raises a dozen types, and all are about the user's choice
         reason = (error.__cause__ or error) if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         rule = f"cannot be loaded ({type(reason).__name__}: {first_line(reason)})"

@@ -1,9 +1,8 @@
 """Makes the token files of a run from its text: once, by one process, and continued after a kill.
 
-Each part of the data (sources.py) becomes a token file in the cache, named by a fingerprint of its files and of the
-tokenizer. Under a file lock, the part's shards are tokenized into a work folder (tokenizing.py), one token file each,
-then joined there, and moved to their place, the index last. A second process finds the work done. A kill costs the
-shards that were being written.
+Each part of the data becomes a token file in the cache, named by a fingerprint of its files and of the tokenizer. Under
+a file lock, the part's shards are tokenized into a work folder, one token file each, then joined there, and moved to
+their place, the index last. A second process finds the work done. A kill costs the shards that were being written.
 """
 
 import fcntl

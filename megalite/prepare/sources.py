@@ -1,11 +1,11 @@
 """Finds the documents that a source's name covers, divides them into shards, and reads them in pieces.
 
-A folder stands for every text file in it and below, in the order of their paths. Links are followed, and each folder is
-read once, however many links lead to it. A folder that cannot be read is refused. Shards are the same in every process.
+A folder stands for every text file in it and below, in the order of their paths; links are followed, and each folder is
+read once. The pieces joined are the document, exactly: text is not stripped, and line ends are not translated. Nothing
+is dropped: a folder that cannot be read is refused, and a mistake with file and row.
 
-The pieces joined are the document, exactly: text is not stripped, and line ends are not translated. Nothing is dropped:
-a mistake is refused with file and row. `datasets` reads data sets of the hub alone: local files take it several times
-as long, its import takes 1 to 2 s in each process, and one large jsonl file is work for one process there.
+`datasets` reads data sets of the hub alone: local files take it several times as long, its import takes 1 to 2 s in
+each process, and one large jsonl file is work for one process there.
 """
 
 import csv

@@ -1,9 +1,9 @@
 """Linear layers and the word embedding, split over the ranks of a tensor-parallel group.
 
 Parameters keep the dims of their logical shape and hold this rank's shard of it, as its record cuts it
-(layout/parameters.py); they are created without values. Backward adds a weight's gradient to its `main_grad` where
-there is one (fp32, fp64 in fp64; compiled, [outputs, inputs]), and autograd sees none. Biases may have theirs in
-`small_main_grads`, by name. A gradient is complete, but for what the record calls partial.
+(layout/parameters.py); they are created without values. Backward adds a parameter's gradient to the tensor of its name
+in `main_grads` if there is one (fp32, fp64 in fp64; of a weight [outputs, inputs]), and autograd sees none. A gradient
+is complete, but for what the record calls partial.
 """
 
 from dataclasses import dataclass
@@ -77,18 +77,17 @@ class ColumnParallelLinear(nn.Module):
         self.local_outputs = place.local_shape(outputs, split)
         self.weight = place.parameter(*self.local_outputs, inputs)
         self.bias = place.parameter(*self.local_outputs) if bias else None
-        self.main_grad: Tensor | None = None
-        self.small_main_grads: dict[str, Tensor] = {}
+        self.main_grads: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] -> [..., prod(local outputs)]; with sequence parallelism [s/t, ..., inputs] -> [s, ...]."""
         return linear(
             x,
             self.weight.flatten(0, -2),
-            None if self.bias is None else with_main_grad(self.bias, self.small_main_grads.get("bias")).flatten(),
+            None if self.bias is None else with_main_grad(self.bias, self.main_grads.get("bias")).flatten(),
             group=self.place.tp,
             sequence_parallel=self.place.sequence is not None,
-            main_grad=self.main_grad,
+            main_grad=self.main_grads.get("weight"),
             deferred=self.place.deferred,
             fp8=self.place.fp8,
             before_activation=self.before_activation,
@@ -107,14 +106,13 @@ class RowParallelLinear(nn.Module):
         self.place = place
         self.weight = place.parameter(*place.local_shape((outputs, inputs), Split(1)))
         self.bias = place.parameter(outputs) if bias else None
-        self.main_grad: Tensor | None = None
-        self.small_main_grads: dict[str, Tensor] = {}
+        self.main_grads: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs/t] -> [..., outputs], with sequence parallelism [s, ..., inputs/t] -> [s/t, ..., outputs]."""
         whole = self.place.tp is None
-        bias = None if self.bias is None else with_main_grad(self.bias, self.small_main_grads.get("bias"))
-        added, place, main_grad = bias if whole else None, self.place, self.main_grad
+        bias = None if self.bias is None else with_main_grad(self.bias, self.main_grads.get("bias"))
+        added, place, main_grad = bias if whole else None, self.place, self.main_grads.get("weight")
         y = linear(x, self.weight, added, main_grad=main_grad, deferred=place.deferred, fp8=place.fp8)
         if whole:
             return y
@@ -134,14 +132,14 @@ class VocabParallelEmbedding(nn.Module):
         size, index = (1, 0) if place.tp is None else (place.tp.size, place.tp.index)
         self.first_row = index * rows // size
         self.weight = place.parameter(*place.local_shape((rows, width), Split(0, uneven=True)))
-        self.main_grad: Tensor | None = None
+        self.main_grads: dict[str, Tensor] = {}
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[s, b] -> [s, b, width], with sequence parallelism this rank's part [s/t, b, width]."""
         if self.place.tp is None:
-            return embed(tokens, self.weight, self.main_grad)
+            return embed(tokens, self.weight, self.main_grads.get("weight"))
         rows = len(self.weight)
         row = tokens - self.first_row
         foreign = (row < 0) | (row >= rows)
-        x = embed(row.clamp(0, rows - 1), self.weight, self.main_grad)
+        x = embed(row.clamp(0, rows - 1), self.weight, self.main_grads.get("weight"))
         return self.place.sum(x.masked_fill(foreign.unsqueeze(-1), 0.0))

@@ -23,8 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalite.kernels.fp8 import fp8_input_gradient, fp8_linear
-from megalite.kernels.pieces import statistics_dtype
-from megalite.kernels.products import add_transposed_product, compiled_add_transposed_product, input_gradient, product
+from megalite.kernels.products import add_transposed_product, compiled_add_transposed_product, statistics_dtype
 from megalite.tensor_parallel.collectives import (
     TensorGroup,
     finish,
@@ -88,7 +87,7 @@ class _Linear(torch.autograd.Function):
         ctx.fp8, ctx.before_activation = fp8, before_activation
         if group is not None and sequence_parallel:
             x = finish(start_all_gather(x, group))
-        return product(x, weight, bias) if fp8 is None else fp8_linear(x, weight, bias, fp8)
+        return F.linear(x, weight, bias) if fp8 is None else fp8_linear(x, weight, bias, fp8)
 
     @staticmethod
     @once_differentiable
@@ -106,7 +105,7 @@ class _Linear(torch.autograd.Function):
         if gathering is not None:
             x = start_all_gather(_copy_after(x, grad) if torch.compiler.is_compiling() else x, gathering)
         if wants_x:
-            x_grad = input_gradient(grad, weight) if ctx.fp8 is None else fp8_input_gradient(grad, weight, ctx.fp8)
+            x_grad = torch.matmul(grad, weight) if ctx.fp8 is None else fp8_input_gradient(grad, weight, ctx.fp8)
             if group is not None:
                 x_grad = (start_reduce_scatter if ctx.sequence_parallel else start_all_reduce)(x_grad, group)
         if gathering is not None:

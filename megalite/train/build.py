@@ -50,7 +50,6 @@ from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.optim.rank_buffers import rank_buffers, records_of
 from megalite.optim.zero import GradientSync, ParameterGather, ReplicaGroups
 from megalite.pipeline.executor import Executor
-from megalite.pipeline.microbatch_graph import MicrobatchGraph
 from megalite.pipeline.schedules import build_schedule, forward_only
 from megalite.pipeline.transfers import Direction
 from megalite.tensor_parallel.collectives import TensorGroup
@@ -110,11 +109,9 @@ def open_context(config: Config, environment: ProcessEnvironment, store: Store |
     device = collect(lambda: choose_device(config.device, environment), problems) or CPU
     dtype = collect(lambda: choose_precision(config.precision, device), problems) or torch.float32
     silence_foreign_warnings()
-    if config.precision == "auto":  # else the rules have judged it
-        problems += precision_problems(config, name_of(dtype))
     collect(lambda: check_fp8(config.train.fp8, device), problems)
     collect(lambda: use_attention(config.train.attention, device, dtype, heads), problems)
-    problems += cuda_problems(config, device, environment)
+    problems += device_problems(config, device, name_of(dtype), environment)
     nccl = collect(lambda: read_nccl_options(Path(axes.nccl_options)) if axes.nccl_options else {}, problems)
     values = {name: value_of(config, name) for name in SETTINGS if name not in OF_A_MACHINE}
     plan = {name: yaml_value(value) for name, value in values.items() if value != SETTINGS[name].default}
@@ -170,7 +167,7 @@ def build_training(config: Config, context: ParallelContext) -> Training:
         partial(forward_only, axes.pp, axes.vpp),
         sync.expect_last,
         clock.switch,
-        MicrobatchGraph(chunks[0]) if config.train.cuda_graph else None,
+        graph=bool(config.train.cuda_graph),
     )
     scale = LossScale(settings, context.device) if context.dtype == torch.float16 else None
     optimizer = make_optimizer(buffers, config, context)
@@ -218,30 +215,23 @@ def fill_with_start_values(
 
 
 ASYNC_TP, CUDA_GRAPH = "parallel.async_tp", "train.cuda_graph"
-OF_CUDA = {ASYNC_TP: None, "train.attention": "auto", CUDA_GRAPH: None}  # and what leaves the choice to the device
 HOST_S = 1.9e-3  # a step of one microbatch of GPT-2, by its blocks, beside an H200: docs/performance.md
 USUAL_MFU = 0.4
 
 
-def precision_problems(config: Config, precision: str) -> list[Problem]:
-    """Settings that do not go with the precision that the device has chosen (fp64, fp32, bf16 or fp16)."""
-    here = f"precision=auto, which is {precision} here"
-    return [
-        _problem(config, names[0], rule.replace("{1}", here), SETTINGS[names[0]].default)
-        for names, rule in clashes(with_values(config, {"precision": precision}))
-        if "precision" in names
-    ]
-
-
-def cuda_problems(config: Config, device: torch.device, environment: ProcessEnvironment) -> list[Problem]:
-    """Settings for CUDA on a CPU, and parallel.async_tp where the ranks of tp are on several hosts."""
-    asked = [name for name, auto in OF_CUDA.items() if value_of(config, name) not in (auto, False)]
-    rule, local = "needs CUDA, and this run is on a CPU", environment.local_world_size
-    if device.type == "cuda":
-        on_one_host = local % config.parallel.tp == 0 and config.parallel.order.startswith("tp")
-        asked = [ASYNC_TP] if config.parallel.async_tp and not on_one_host else []
-        rule = f"needs all ranks of tp on one host, and {local} processes of this one do not fit"
-    return [_problem(config, name, rule, OF_CUDA[name]) for name in asked]
+def device_problems(
+    config: Config, device: torch.device, precision: str, environment: ProcessEnvironment
+) -> list[Problem]:
+    """Settings that do not go with the device, or the precision (fp64, fp32, bf16 or fp16), that `auto` has chosen, and
+    parallel.async_tp where the ranks of tp are on several hosts."""
+    chosen, found = {"device": device.type, "precision": precision}, dict[str, str]()
+    for (name, other, *_), rule in clashes(with_values(config, chosen)):
+        if other in chosen and value_of(config, other) == "auto":  # else the rules have judged it
+            found.setdefault(name, rule.replace("{1}", f"{other}=auto, which is {chosen[other]} here"))
+    local, axes = environment.local_world_size, config.parallel
+    if axes.async_tp and device.type == "cuda" and (local % axes.tp or not axes.order.startswith("tp")):
+        found[ASYNC_TP] = f"needs all ranks of tp on one host, and {local} processes of this one do not fit"
+    return [_problem(config, name, rule, SETTINGS[name].default) for name, rule in found.items()]
 
 
 def _problem(config: Config, name: str, rule: str, remedy: Any) -> Problem:

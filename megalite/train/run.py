@@ -140,8 +140,7 @@ def set_up(
         if config.train.fp8 is not None and context.device.type == "cpu":
             notes.append("a CPU imitates fp8: it rounds as a GPU does, and steps take longer than without train.fp8")
         if config.parallel.cp > 1:
-            exchange = exchange_of(config)
-            notes.append(f"the ranks of a sequence exchange keys by {exchange.name}: {exchange.why}")
+            notes.append(f"the ranks of a sequence exchange keys by {exchange_of(config).name}")
         for line in filter(None, notes):
             log.note(line)
         training = build_training(config, context)

@@ -106,12 +106,7 @@ ROWS = [
         ["step=7: there is no checkpoint of it", "those there are: 1, 2"],
         command="export",
     ),
-    Row(
-        "a flipped bit",
-        "",
-        [*NONE_CAN_BE_READ, "rank-00000.safetensors is damaged"],
-        of_both(flip_a_bit),
-    ),
+    Row("a flipped bit", "", [*NONE_CAN_BE_READ, "rank-00000.safetensors is damaged"], of_both(flip_a_bit)),
     Row(
         "a manifest that points outside",
         "",
@@ -146,7 +141,7 @@ ROWS = [
     Row(
         "start weights of another model",
         "run_dir=new checkpoint.init_from=exported model.hidden_size=32 model.num_layers=2",
-        ["hidden_size=32: is 16", "num_layers=2"],
+        ["hidden_size=32: is another in the model of", "model.hidden_size=16", "num_layers=2"],
     ),
     Row(
         "a tensor more",
@@ -162,10 +157,7 @@ ROWS = [
     Row(
         "a checkpoint of another run",
         "",
-        [
-            "it is of run 0123456789abcdef, and the folder is that of run ",
-            "copy the whole run folder",
-        ],
+        ["it is of run 0123456789abcdef, and the folder is that of run ", "copy the whole run folder"],
         of_both(call_it_another_run_s),
     ),
     Row(

@@ -3,16 +3,7 @@ tests/prepare/test_bad_inputs_of_data.py."""
 
 import pytest
 
-from tests.bad_input.launching import (
-    SMALL,
-    TOKENS,
-    Row,
-    Scene,
-    check,
-    corpus,
-    file,
-    truncated_corpus,
-)
+from tests.bad_input.launching import SMALL, TOKENS, Row, Scene, check, corpus, file, truncated_corpus
 
 ROWS = [
     Row("a missing file", "data=text data.path=none.txt", ["none.txt", "no such file", ".csv"]),

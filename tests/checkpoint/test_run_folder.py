@@ -80,13 +80,18 @@ def test_a_new_run_writes_its_settings_and_keeps_its_id(tmp_path: Path) -> None:
 def test_what_may_change_is_said(tmp_path: Path) -> None:
     start_and_save(tmp_path)
     folder = start(
-        tmp_path, optimizer__lr=0.5, train__steps=9, model__dropout=0.1, parallel__timeout_s=5.0, run_dir="x"
+        tmp_path,
+        optimizer__lr=0.5,
+        train__steps=9,
+        model__dropout=0.1,
+        parallel__timeout_s=5.0,
+        run_dir="x",
+        resume="x",
     )
     assert folder.changes == [
         "model.dropout is now 0.1; the run was at 0",
         "optimizer.lr is now 0.5; the run was at 0.001",
         "parallel.timeout_s is now 5; the run was at 600",
-        "run_dir is now x; the run was at null",
         "train.steps is now 9; the run was at 200",
     ]
     folder.close()

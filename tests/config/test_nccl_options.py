@@ -63,7 +63,7 @@ def test_a_group_gets_the_keys_that_the_file_gives_it_and_no_others(read: Read) 
         ("- tp", "is not: a mapping"),
         ("tp: {max_ctas: 4", "cannot be read: while parsing"),
         ("tp: {max_ctas: 16}\ntp: {net_name: ib}\n", "duplicate key tp"),
-        ("all: {}\ntp: {max_ctas: x, none: 1}\ncp: 4", "is not: 'all', 'cp', tp.max_ctas='x', tp.none=1"),
+        ("all: {}\ntp: {max_ctas: x, none: 1}\ncp: 4", "is not: 'all', tp.max_ctas='x', tp.none=1, 'cp'"),
     ],
 )
 def test_a_wrong_file_is_refused_with_all_that_is_wrong_and_what_would_work(

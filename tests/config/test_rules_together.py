@@ -22,12 +22,14 @@ from megalite.config.schedule_rules import ScheduleRequest, schedule_flaws
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from megalite.config.settings import SETTINGS, with_values
 from megalite.config.step_plan import batch_ramp
+from megalite.launch.context import CPU
+from megalite.launch.environment import ProcessEnvironment
 from megalite.layout.groups import groups_of
 from megalite.layout.parameters import shard_of
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.parameters import gpt_parameters
 from megalite.pipeline.schedules import SCHEDULES, build_schedule
-from megalite.train.build import needs_of, precision_problems
+from megalite.train.build import device_problems, needs_of
 from tests.config.refusal import refusal, settings
 from tests.config.test_rules import problems_of
 
@@ -212,10 +214,10 @@ def test_a_micro_batch_size_that_nobody_sets_suits_every_batch(
 def test_auto_is_judged_by_what_the_device_makes_of_it(precision: str) -> None:
     for setting in ({"optimizer.gradient_dtype": "bf16"}, {"train.fp8": "rowwise"}):
         config = with_values(Config(), setting)
-        (problem,) = precision_problems(config, precision)
+        (problem,) = device_problems(config, CPU, precision, ProcessEnvironment())
         assert problem.setting in setting
         assert f"precision=auto, which is {precision} here" in problem.rule
-        assert not list(precision_problems(config, "bf16"))
+        assert not device_problems(config, CPU, "bf16", ProcessEnvironment())
 
 
 OPTIMIZERS = st.fixed_dictionaries(

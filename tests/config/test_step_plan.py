@@ -6,13 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config.schema import TrainConfig
-from megalite.config.step_plan import (
-    BatchRamp,
-    PlannedStep,
-    batch_ramp,
-    planned_steps,
-    ramp_flaw,
-)
+from megalite.config.step_plan import BatchRamp, PlannedStep, batch_ramp, planned_steps, ramp_flaw
 
 
 def plan(train: TrainConfig, steps: int, *, done: int = 0, samples: int = 0) -> list[PlannedStep]:

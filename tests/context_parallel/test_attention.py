@@ -90,7 +90,7 @@ def compute(context: ParallelContext, case: Case) -> tuple[list[int], Tensor, li
     """This rank's places, and its part of the output and of the gradients."""
     share, ranks, mask = share_of(context, case, case.numbers())
     cut = mask.plan.cut if mask.plan else "zigzag"
-    places = [place for each in share.places(LENGTH, cut) for place in each]
+    places = share.places(LENGTH, cut).tolist()
     parts = [part[places].requires_grad_() for part in case.parts()]
     whole = partial(whole_attention, documents=mask.documents)
     out = context_attention(*parts, ranks=ranks, mask=mask, whole=whole)  # type: ignore[call-arg]

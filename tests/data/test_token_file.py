@@ -86,6 +86,16 @@ def test_ten_billion_tokens_open_at_once_and_in_constant_memory(tmp_path: Path, 
     assert peak < 1 << 20
 
 
+def test_a_file_that_is_cut_short_while_it_is_read_is_named(write_tokens: WriteTokens) -> None:
+    """A memory map would end the process here."""
+    prefix = write_tokens("x", [[5, 6, 7]] * 20_000)
+    file = TokenFile.open(prefix)
+    os.truncate(prefix.with_suffix(".bin"), 8_192)
+    with pytest.raises(UserError, match=r"x\.bin.* was cut short since it was opened"):
+        file.read(59_000, 60_000)
+    assert file.read(0, 2).tolist() == [5, 6]
+
+
 def test_documents_are_found_by_position_in_a_file_of_many(write_tokens: WriteTokens) -> None:
     lengths = [number % 7 for number in range(3_000)]
     file = TokenFile.open(write_tokens("many", [[1] * length for length in lengths]))

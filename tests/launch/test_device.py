@@ -34,7 +34,7 @@ from megalite.launch.device import (
     use_attention,
 )
 from megalite.launch.environment import ProcessEnvironment
-from megalite.train.build import cuda_problems, open_context
+from megalite.train.build import device_problems, open_context
 
 SINGLE = ProcessEnvironment()
 EIGHT_LOCAL_RANKS = ProcessEnvironment(5, 16, None, 8, "host", 1, "env")
@@ -156,9 +156,9 @@ def test_what_is_for_cuda_is_refused_where_auto_finds_a_cpu(monkeypatch: pytest.
     """rules.py refuses it with device=cpu."""
     _pretend_cuda(monkeypatch, 0)
     config = Config(train=TrainConfig(attention="flash", cuda_graph=True), precision="fp32")
-    with pytest.raises(UserError, match=r"(?s)train.attention='flash': needs CUDA.*train.cuda_graph=.*=null"):
+    with pytest.raises(UserError, match=r"(?s)train.attention='flash'.*which is cpu here.*train.cuda_graph=.*=null"):
         open_context(config, SINGLE)
-    assert cuda_problems(config, GPU, SINGLE) == []
+    assert device_problems(config, GPU, "fp32", SINGLE) == []
 
 
 def test_a_cpu_does_whatever_precision_is_asked_for() -> None:

@@ -61,7 +61,6 @@ def test_the_two_directions_of_a_pipeline_and_writing_behind_training_are_traffi
     assert specs["pp-forward"].ranks == specs["pp-backward"].ranks == (0, 1)
     assert specs["pp-forward"].traffic != specs["pp-backward"].traffic
     assert [name for name, spec in specs.items() if spec.traffic == specs["saving"].traffic] == ["saving"]
-    assert [name for name, spec in specs.items() if spec.on_host] == ["saving"]
     assert ranks(ParallelLayout(dp=2), 0, "saving") == ()
 
 

@@ -47,10 +47,7 @@ def places_of(length: int, ring: int, block: int, cut: Cut) -> list[int]:
 @given(shares(), st.sampled_from(CUTS))
 def test_ranks_hold_every_place_once_in_ascending_parts_of_a_block(sizes: tuple[int, int, int], cut: Cut) -> None:
     ring, alltoall, length = sizes
-    held = [
-        [place for each in CpShard(index, ring, alltoall).places(length, cut) for place in each]
-        for index in range(ring * alltoall)
-    ]
+    held = [CpShard(index, ring, alltoall).places(length, cut).tolist() for index in range(ring * alltoall)]
     assert sorted(place for part in held for place in part) == list(range(length))
     for block in range(ring):
         parts = held[block * alltoall : (block + 1) * alltoall]

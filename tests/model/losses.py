@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels.pieces import statistics_dtype
+from megalite.kernels.products import statistics_dtype
 from megalite.model.loss import TokenLoss, linear_cross_entropy
 from megalite.tensor_parallel.collectives import TensorGroup
 

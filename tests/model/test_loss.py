@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch._inductor.utils import run_and_get_code
 from torch.profiler import ProfilerActivity, profile
 
-from megalite.kernels.pieces import ELEMENTS
-from megalite.kernels.products import TILE_ELEMENTS
+from megalite.kernels.products import CACHED_ELEMENTS, TILE_ELEMENTS
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.model import loss as loss_module
@@ -96,7 +95,7 @@ def peak_bytes(work: Callable[[], Any]) -> int:
 
 def product_bytes(chunk: int, columns: int, width: int, dtype: torch.dtype) -> int:
     """What a chunk's products need besides their results: tiles to be widened, and the most that one product packs."""
-    tile, piece = (min(columns * width, most) for most in (TILE_ELEMENTS, ELEMENTS * torch.get_num_threads()))
+    tile, piece = (min(columns * width, most) for most in (TILE_ELEMENTS, CACHED_ELEMENTS * torch.get_num_threads()))
     shapes = ((chunk, width), (columns, width), (chunk, columns))
     x, weight, logits = (torch.ones(shape, dtype=dtype) for shape in shapes)
     products = [(x, weight.t(), logits), (logits, weight, x), (logits.t(), x, weight)]

@@ -42,14 +42,14 @@ def test_fp16_is_normed_where_its_squares_would_overflow(kind: str) -> None:
     torch.testing.assert_close(norm(x.half()), norm(small_x), rtol=0.01, atol=2e-3)
 
 
-def test_rotation_turns_pairs_by_position_times_frequency() -> None:
+@pytest.mark.parametrize("positions", [[[0, 1, 2, 3]], [[0, 1, 2, 3], [9, 3, 0, 1]]], ids=["of all", "of each"])
+def test_rotation_turns_pairs_by_position_times_frequency(positions: list[list[int]]) -> None:
     config = small(head_size=6)
     frequencies = rotary_frequencies(config)
     torch.testing.assert_close(frequencies, torch.tensor([1.0, 10000 ** (-1 / 3), 10000 ** (-2 / 3)]).double())
     x = torch.randn(4, 2, 3, 5, 6, dtype=torch.float64)
-    positions = torch.tensor([[0, 1, 2, 3], [9, 3, 0, 1]])
-    turned = rotate(x, *rotary_tables(frequencies, positions))
-    angles = positions.t()[:, :, None, None, None] * frequencies
+    turned = rotate(x, *rotary_tables(frequencies, torch.tensor(positions)))
+    angles = torch.tensor(positions).t()[:, :, None, None, None] * frequencies
     pairs = torch.complex(x[..., :3], x[..., 3:]) * torch.polar(torch.ones_like(angles), angles)
     expected = torch.cat((pairs.real, pairs.imag), -1)
     torch.testing.assert_close(turned, expected)

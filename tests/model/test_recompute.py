@@ -37,8 +37,8 @@ class Case:
         self.main_grads = []
         for layer in self.block.modules():
             if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
-                layer.main_grad = torch.zeros_like(layer.weight, requires_grad=False).flatten(0, -2)
-                self.main_grads.append(layer.main_grad)
+                layer.main_grads["weight"] = torch.zeros_like(layer.weight, requires_grad=False).flatten(0, -2)
+                self.main_grads.append(layer.main_grads["weight"])
         streams = DropoutStreams(1, [(0, "attention"), (0, "mlp"), (0, "probabilities")], CPU)
         samples, places = torch.arange(B), torch.arange(S)
         keys = streams.keys(samples, places, H)

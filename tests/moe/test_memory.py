@@ -149,10 +149,10 @@ def peaks_of_a_layer(context: ParallelContext, dispatcher: str, width: int) -> t
         parameter.data.normal_(generator=weights)
     matrices = [one for one in experts.modules() if isinstance(one, ExpertMatrix)]
     for matrix in matrices:
-        matrix.main_grad = torch.zeros_like(matrix.weight, dtype=torch.float32)
+        matrix.main_grads["weight"] = torch.zeros_like(matrix.weight, dtype=torch.float32)
     x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(context.rank)).to(context.dtype).requires_grad_()
     masks, y_grad = masks_of(torch.ones(B, S, dtype=torch.bool), torch.ones(())), torch.ones_like(x)
-    main_grads = [matrix.main_grad for matrix in matrices if matrix.main_grad is not None]
+    main_grads = [total for matrix in matrices for total in matrix.main_grads.values()]
     turns = []
     for _ in range(TURNS):
         x.grad, live = None, LiveBytes([*layer.parameters(), *main_grads, x, y_grad])

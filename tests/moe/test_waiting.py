@@ -39,7 +39,7 @@ def step_of(settings: dict[str, Any], dtype: torch.dtype, device: torch.device, 
         parameter.data.normal_(generator=generator)
     for matrix in (experts.gate_up, experts.down):
         assert isinstance(matrix.weight, Tensor)
-        matrix.main_grad = torch.zeros_like(matrix.weight, dtype=torch.float32)
+        matrix.main_grads["weight"] = torch.zeros_like(matrix.weight, dtype=torch.float32)
     x = torch.randn(SEQUENCE, BATCH, HIDDEN, dtype=dtype, device=device, requires_grad=True, generator=generator)
     mask = torch.ones(BATCH, SEQUENCE, dtype=torch.bool, device=device)
     mask.select(0, 1).fill_(False)

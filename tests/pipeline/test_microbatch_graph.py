@@ -10,8 +10,8 @@ from torch import Tensor
 from megalite.config.schema import Config, ParallelConfig, TrainConfig
 from megalite.data.batch import Batch
 from megalite.launch.context import CPU, ParallelContext
-from megalite.pipeline import microbatch_graph
-from megalite.pipeline.microbatch_graph import FIRST, MicrobatchGraph, captured
+from megalite.pipeline import executor
+from megalite.pipeline.executor import FIRST, MicrobatchGraph, captured
 from megalite.train.build import Training
 from tests.model.small import random_batch, small
 from tests.pipeline.stages import started
@@ -55,7 +55,7 @@ def test_a_capture_that_is_repeated_gives_losses_and_gradients_of_each_microbatc
         return loss, repeat
 
     wanted = trained(training_of(False, CPU), differing_batches(CPU), CPU)
-    monkeypatch.setattr(microbatch_graph, "captured", noted)
+    monkeypatch.setattr(executor, "captured", noted)
     training = training_of(False, CPU)
     training.executor._graph = MicrobatchGraph(training.chunks[0])
     found = trained(training, differing_batches(CPU), CPU)
@@ -71,7 +71,7 @@ def test_a_capture_that_fails_ends_the_run_with_the_setting_that_does_without(mo
     def fails(body: Callable[[], Tensor]) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(microbatch_graph, "captured", fails)
+    monkeypatch.setattr(executor, "captured", fails)
     training = training_of(False, CPU)
     training.executor._graph = MicrobatchGraph(training.chunks[0])
     with pytest.raises(RuntimeError, match=r"train\.cuda_graph=false") as raised:

@@ -145,6 +145,20 @@ def test_a_data_set_of_the_hubs_kind_is_read_through_datasets(
     assert texts(source) == [f"{number}.{row}" for number in range(3) for row in range(4)]
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_data_set_that_was_saved_to_disk_is_read(tmp_path: Path, streaming: bool) -> None:
+    import datasets
+
+    rows = datasets.Dataset.from_dict({"text": ["one", "two"]})
+    datasets.DatasetDict({"train": rows}).save_to_disk(tmp_path / "set")
+    assert texts(Source("hf", (str(tmp_path / "set"),), streaming=streaming)) == ["one", "two"]
+    for choice in ({"split": "test"}, {"subset": "web"}):
+        with pytest.raises(UserError, match="saved with the splits train and no subsets"):
+            texts(Source("hf", (str(tmp_path / "set"),), streaming=streaming, **choice))
+    rows.save_to_disk(tmp_path / "part")
+    assert texts(Source("hf", (str(tmp_path / "part"),), streaming=streaming)) == ["one", "two"]
+
+
 def test_pieces_of_a_long_text_join_to_the_text_and_begin_behind_a_word(tmp_path: Path) -> None:
     line = "some words of text, and é\n  indented\n\nafter a gap\n"
     content = line * (3 * PIECE // len(line))

@@ -18,7 +18,7 @@ from megalite.model.gpt import compile_options
 from megalite.tensor_parallel import collectives
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.shared_memory import share_memory
-from megalite.train.build import cuda_problems
+from megalite.train.build import device_problems
 from tests.model.small import FAMILIES, gpt, small
 from tests.ranks import run_ranks
 
@@ -100,7 +100,7 @@ def test_only_what_is_asked_for_compiles_products_that_send() -> None:
 @pytest.mark.parametrize(
     ("device", "local", "order", "words"),
     [
-        ("cpu", 2, "tp-cp-ep-dp-pp", "needs CUDA"),
+        ("cpu", 2, "tp-cp-ep-dp-pp", "device=auto, which is cpu here"),
         ("cuda", 3, "tp-cp-ep-dp-pp", "one host"),
         ("cuda", 2, "dp-tp-cp-ep-pp", "one host"),
         ("cuda", 4, "tp-cp-ep-dp-pp", ""),
@@ -108,6 +108,6 @@ def test_only_what_is_asked_for_compiles_products_that_send() -> None:
 )
 def test_ranks_that_cannot_share_memory_are_refused(device: str, local: int, order: str, words: str) -> None:
     config = Config(parallel=ParallelConfig(tp=2, async_tp=True, order=order))
-    problems = cuda_problems(config, torch.device(device), ProcessEnvironment(local_world_size=local))
+    problems = device_problems(config, torch.device(device), "fp32", ProcessEnvironment(local_world_size=local))
     assert words in "".join(map(str, problems))
     assert bool(problems) == bool(words)

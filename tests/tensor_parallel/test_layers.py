@@ -111,12 +111,13 @@ def on_a_rank(context: ParallelContext, cases: list[Case]) -> list[Outcome]:
         layer.weight.data.copy_(cut(weight, case.shards(size, INPUTS)[index]))
         if case.bias:
             layer.bias.data.copy_(bias if case.row else cut(bias, case.shards(size)[index]))
-        layer.main_grad = torch.ones_like(layer.weight, requires_grad=False) if case.with_main_grad else None
+        if case.with_main_grad:
+            layer.main_grads["weight"] = torch.ones_like(layer.weight, requires_grad=False)
         x = in_memory(case.input_of(x, size, index), case).requires_grad_()
         y = layer(x)
         y.backward(in_memory(case.upstream_of(size, index), case))
         assert (layer.weight.grad is None) == case.with_main_grad
-        weight_grad = layer.main_grad - 1 if case.with_main_grad else layer.weight.grad
+        weight_grad = layer.main_grads["weight"] - 1 if case.with_main_grad else layer.weight.grad
         outcomes.append(Outcome(y.detach(), x.grad, weight_grad, layer.bias.grad if case.bias else None))
     return outcomes
 
@@ -202,11 +203,12 @@ def embeddings(context: ParallelContext, cases: list[Lookup]) -> list[tuple[Tens
         table = VocabParallelEmbedding(case.rows, 4, TpContext(torch.float64, CPU, group, case.sequence))
         held = shard_of((case.rows, 4), Split(0, uneven=True), size, index)
         table.weight.data.copy_(cut(drawn(1, case.rows, 4), held))
-        table.main_grad = torch.ones_like(table.weight, requires_grad=False) if case.with_main_grad else None
+        if case.with_main_grad:
+            table.main_grads["weight"] = torch.ones_like(table.weight, requires_grad=False)
         y = table(tokens_of(case))
         y.backward(part(drawn(9, 8, 3, 4), size, index) if case.sequence else drawn(9, 8, 3, 4))
         assert (table.weight.grad is None) == case.with_main_grad
-        outcomes.append((y.detach(), table.main_grad - 1 if case.with_main_grad else table.weight.grad))
+        outcomes.append((y.detach(), table.main_grads["weight"] - 1 if case.with_main_grad else table.weight.grad))
     return outcomes
 
 

@@ -26,7 +26,7 @@ def told(folder: Path) -> dict[str, Any]:
 
 
 def test_a_run_is_running_then_stopped_then_finished(
-    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, train, seen = config_with_status(text, tmp_path), run_module.train, []
 
@@ -46,10 +46,6 @@ def test_a_run_is_running_then_stopped_then_finished(
     (tmp_path / "status").unlink()
     assert start(config) == 0  # there is nothing to do
     assert told(tmp_path)["state"] == "finished"
-    other = replace(config, launch=replace(config.launch, status_file=str(tmp_path / "other")))
-    capsys.readouterr()
-    assert start(other) == 0
-    assert "launch.status_file is now" not in capsys.readouterr().out, "another file is no change of the run"
 
 
 def test_a_run_that_breaks_off_has_failed(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
