@@ -17,10 +17,9 @@ from megalite.kernels.attention_mask import AttentionMask, block_mask, dense_mas
 from megalite.kernels.embed import add_rows
 from megalite.kernels.fp8 import E4M3, OF_GRADIENTS, fp8_input_gradient, fp8_linear, rounded
 from megalite.kernels.products import add_transposed_product
-from megalite.kernels.rotate import rotate
 from megalite.launch.device import KERNELS, use_attention
 from megalite.model.loss import TokenLoss, linear_cross_entropy
-from megalite.model.rotary import rotary_tables
+from megalite.model.rotary import rotary_tables, rotate
 
 Errors = dict[str, float]
 

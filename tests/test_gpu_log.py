@@ -50,7 +50,7 @@ from megalite.config.compose import load_config
 from megalite.data.batch import whole_batch
 from megalite.model.gpt import GPT
 from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.tensor_parallel.shared_memory import share_memory
+from megalite.tensor_parallel.collectives import share_memory
 torch._functorch.config.force_non_lazy_backward_lowering = True
 dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
 group, cuda = TensorGroup(dist.group.WORLD.group_name, 2, 0), torch.device("cuda", 0)

@@ -135,10 +135,12 @@ def _stop_file(folder: Path) -> Iterator[None]:
         refuse([each for path, kind in places.items() for each in files.output_problems("hydra.sweep.dir", path, kind)])
         for path in left:
             path.unlink(missing_ok=True)
+    heard = signal.set_wakeup_fd(-1)  # the thread of StopSignals would end this process while points save
     before = {number: signal.signal(number, ask) for number in STOP_SIGNALS}
     try:
         yield
     finally:
+        signal.set_wakeup_fd(heard, warn_on_full_buffer=False)
         for number, handler in before.items():
             signal.signal(number, handler)
 

@@ -5,7 +5,7 @@ it and its share of the heads. Where that is the whole sequence, attention is as
 by the ring or all at once (exchange.py), tile after tile (layout/sequence.py), merged by their log-sum-exp.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -97,13 +97,8 @@ class _RingAttention(torch.autograd.Function):
         out = torch.zeros(*own.shape[:-1], values.shape[-1], dtype=statistics_dtype(own.dtype), device=own.device)
         lse = out.new_full(out.shape[:-1], float("-inf"))
         for source, block in ranks.blocks(tiles.travelling(keys, values), tiles.plan):
-            for tile, rows, columns in tiles.of(source):
-                found = attend(
-                    own[:, :, rows],
-                    *tiles.keys_and_values(block[columns]),
-                    causal=tile.causal,
-                    mask=tiles.mask(tile, source),
-                )
+            for rows, columns, sees in tiles.of(source):
+                found = attend(own[:, :, rows], *tiles.keys_and_values(block[columns]), **sees)
                 merge_(out[:, :, rows], lse[:, :, rows], *found)
             del block  # before the next one comes: two are there at a time
         flat = out.to(queries.dtype).permute(2, 0, 1, 3).flatten(2)  # [m, b, heads * e]
@@ -122,16 +117,9 @@ class _RingAttention(torch.autograd.Function):
         def gradient_of(source: int, block: Tensor) -> Tensor:
             total = torch.zeros(block.shape, dtype=lse.dtype, device=lse.device)
             keys_total, values_total = tiles.keys_and_values(total)
-            for tile, rows, columns in tiles.of(source):
-                parts = attend_backward(
-                    grad[:, :, rows],
-                    own[:, :, rows],
-                    *tiles.keys_and_values(block[columns]),
-                    out[:, :, rows],
-                    lse[:, :, rows],
-                    causal=tile.causal,
-                    mask=tiles.mask(tile, source),
-                )
+            for rows, columns, sees in tiles.of(source):
+                given = grad[:, :, rows], own[:, :, rows], *tiles.keys_and_values(block[columns])
+                parts = attend_backward(*given, out[:, :, rows], lse[:, :, rows], **sees)
                 queries_grad[:, :, rows] += parts[0]
                 keys_total[:, :, columns] += parts[1]
                 values_total[:, :, columns] += parts[2]
@@ -161,13 +149,12 @@ class _Tiles:
         by_head = block.permute(1, 2, 0, 3)
         return by_head[..., : self._key_size], by_head[..., self._key_size :]
 
-    def of(self, source: int) -> list[tuple[Tile, slice, slice]]:
-        """The tiles of a block, with their rows of queries and of what arrives of the block."""
+    def of(self, source: int) -> Iterator[tuple[slice, slice, dict[str, Any]]]:
+        """Each tile of a block: rows of queries and of what arrives of the block, and which of these a query sees."""
         first = self.plan.fetched[source][0] if self._partial and source != self._ring.index else 0
-        return [
-            (tile, slice(*tile.queries), slice(tile.keys[0] - first, tile.keys[1] - first))
-            for tile in self.plan.tiles[source]
-        ]
+        for tile in self.plan.tiles[source]:
+            columns = slice(tile.keys[0] - first, tile.keys[1] - first)
+            yield slice(*tile.queries), columns, {"causal": tile.causal, "mask": self.mask(tile, source)}
 
     def mask(self, tile: Tile, source: int) -> Tensor | None:
         """[b, 1, q, k], True where the query sees the key; None: everywhere, or as `causal` says."""

@@ -9,7 +9,7 @@ Forward keeps none of what arrived: backward fetches it again, so that activatio
 computed with while the next one travels. Gradients travel in the dtype of the activations.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -95,8 +95,7 @@ class CpGroups:
             whole = torch.cat([parts[source].to(own.dtype) for source in range(ring.size)])
             return self._arrived(start_reduce_scatter(whole, ring))
         home = parts.pop(ring.index)
-        sends = [_count(rows) if source in parts else 0 for source, rows in enumerate(plan.fetched)]
-        receives = [0 if at == ring.index else _count(rows) for at, rows in enumerate(plan.sent)]
+        sends, receives = self._counts(plan.fetched), self._counts(plan.sent)
         sent = torch.cat([home[:0].to(own.dtype), *(parts[source].to(own.dtype) for source in sorted(parts))])
         arrived = self._arrived(start_all_to_all(sent, sends, receives, ring)).split(receives)
         for (first, _), part in zip(plan.sent, arrived, strict=True):
@@ -111,8 +110,7 @@ class CpGroups:
     def _fetched(self, own: Tensor, plan: AttentionPlan) -> Callable[[], Iterable[Block]]:
         """The same of the rows that are needed here; of the own block, none."""
         ring = self._ring
-        sends = [0 if at == ring.index else _count(rows) for at, rows in enumerate(plan.sent)]
-        receives = [0 if at == ring.index else _count(rows) for at, rows in enumerate(plan.fetched)]
+        sends, receives = self._counts(plan.sent), self._counts(plan.fetched)
         sent = torch.cat([own[first : first + count] for (first, _), count in zip(plan.sent, sends, strict=True)])
         coming = start_all_to_all(sent, sends, receives, ring)
         return lambda: enumerate(self._arrived(coming).split(receives))
@@ -133,6 +131,6 @@ class CpGroups:
         assert self.ring is not None
         return self.ring
 
-
-def _count(rows: tuple[int, int]) -> int:
-    return rows[1] - rows[0]
+    def _counts(self, ranges: Sequence[tuple[int, int]]) -> list[int]:
+        """Rows that travel to or from each rank of the ring, none of the own block."""
+        return [0 if at == self._ring.index else stop - start for at, (start, stop) in enumerate(ranges)]

@@ -42,10 +42,9 @@ from megalite.hf.families.family import Family, differences
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES, choose_device, choose_precision
 from megalite.launch.environment import ProcessEnvironment
-from megalite.model.gpt import GPT
+from megalite.model.gpt import GPT, Routers
 from megalite.model.init import fill
 from megalite.model.parameters import gpt_parameters
-from megalite.model.routers import Routers
 from megalite.train.saving import SavedState
 
 LONGEST = 1024  # tokens in a sequence, where a model of others was made for more

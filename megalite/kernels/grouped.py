@@ -7,7 +7,7 @@ groups. For all else torch reads the ends on the host and makes a product per gr
 Weight gradients of that kernel would be rounded before they are added: our own (expert_rows.py) adds them in fp32.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
@@ -44,12 +44,6 @@ class RowGroups:
         """Start and end of each group, on the host."""
         ends = list(accumulate(self.counts.tolist() if self.on_host is None else self.on_host))
         return list(zip([0, *ends[:-1]], ends, strict=True))
-
-    def parts(self, rows: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Number and rows of each group that has any."""
-        for group, (start, end) in enumerate(self.ranges):
-            if start < end:
-                yield group, rows[start:end]
 
     def clear_rest(self, rows: Tensor) -> Tensor:
         """`rows` [m, ...], in place 0 behind the last group where the host knows its end: else nobody reads them."""
@@ -93,8 +87,10 @@ def add_grouped_transposed_products(total: Tensor, left: Tensor, right: Tensor, 
         return
     if not _is_one_kernel(groups, left, right):
         multiple = row_multiple(left, groups)
-        for (group, of_left), (_, of_right) in zip(groups.parts(left), groups.parts(right), strict=True):
-            add_transposed_product(total[group], *(_filled_up(part, multiple) for part in (of_left, of_right)))
+        for of_group, (start, end) in zip(total, groups.ranges, strict=True):
+            if start < end:
+                parts = (_filled_up(rows[start:end], multiple) for rows in (left, right))
+                add_transposed_product(of_group, *parts)
         return
     from megalite.kernels.expert_rows import add_transposed_products  # imports triton
 

@@ -20,11 +20,11 @@ from megalite.data.batch import Batch
 from megalite.kernels.attention import attention
 from megalite.kernels.attention_mask import MAX_ROWS, AttentionMask, DocumentRows, block_mask, dense_mask
 from megalite.kernels.dropout import DropoutKey
-from megalite.kernels.rotate import rotate
 from megalite.launch.device import FOR_MASKS, KERNELS
 from megalite.model.norm import RMSNorm
 from megalite.model.parameters import GROUPS
 from megalite.model.recompute import Recompute
+from megalite.model.rotary import rotate
 from megalite.moe.balance import TokenMasks
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TpContext
 

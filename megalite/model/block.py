@@ -17,8 +17,8 @@ from megalite.config.schema import ModelConfig
 from megalite.context_parallel.exchange import CpGroups
 from megalite.kernels.dropout import DropoutKey, hash_dropout
 from megalite.kernels.products import statistics_dtype
+from megalite.layout.parameters import Split
 from megalite.model.attention import Attention, BlockInputs, Heads
-from megalite.model.mlp import MLP
 from megalite.model.norm import build_norm
 from megalite.model.parameters import inner_projection, shared_width
 from megalite.model.recompute import Recompute
@@ -26,7 +26,7 @@ from megalite.moe.dispatch import ExpertRanks
 from megalite.moe.experts import Experts
 from megalite.moe.layer import MoELayer
 from megalite.moe.router import Router
-from megalite.tensor_parallel.layers import TpContext
+from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TpContext
 
 
 class Block(nn.Module):
@@ -114,17 +114,33 @@ class Block(nn.Module):
         setattr(self, "forward", forward)  # noqa: B010
 
 
+class MLP(nn.Module):
+    """down(activation(up x)); gated, gate and up are one product. Tensor-parallel ranks divide the inner width, so that
+    the non-linearity needs no communication (arXiv 1909.08053)."""
+
+    def __init__(
+        self, config: ModelConfig, place: TpContext, *, ffn: int | None = None, recompute: Recompute | None = None
+    ) -> None:
+        """`ffn`: the inner width, by default the model's."""
+        super().__init__()
+        activation = ACTIVATIONS[config.activation]
+        self.activation = activation if recompute is None else recompute.wrap("activation", activation)
+        self.inner, outputs = inner_projection(config, ffn)  # its name: `up` or `gate_up`
+        columns = Split(len(outputs) - 1)
+        inner = ColumnParallelLinear(
+            outputs, config.hidden_size, columns, place, bias=config.bias, before_activation=True
+        )
+        self.add_module(self.inner, inner)
+        self.down = RowParallelLinear(config.hidden_size, outputs[-1], place, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]"""
+        out: Tensor = self.down(self.activation(getattr(self, self.inner)(x)))
+        return out
+
+
 def _moe_layer(config: ModelConfig, place: TpContext, ranks: ExpertRanks, *, recompute: bool) -> MoELayer:
-    experts = Experts(
-        config.moe,
-        config.hidden_size,
-        inner_projection(config, config.moe.ffn_hidden_size),
-        ACTIVATIONS[config.activation],
-        ranks,
-        dtype=place.dtype,
-        device=place.device,
-        deferred=place.deferred,
-        recompute=recompute,
-    )
+    inner, activation = inner_projection(config, config.moe.ffn_hidden_size), ACTIVATIONS[config.activation]
+    experts = Experts(config.moe, config.hidden_size, inner, activation, ranks, place, recompute=recompute)
     router = Router(config.moe, config.hidden_size, statistics_dtype(place.dtype), place.device)
     return MoELayer(router, experts, ranks)

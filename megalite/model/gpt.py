@@ -7,7 +7,7 @@ created without values, which come from start values, an import or a checkpoint.
 recomputed block (the choice of attention kernel, the seeding of dropout) happens here, at each block's entry.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from megalite.model.loss import TokenLoss, linear_cross_entropy
 from megalite.model.norm import build_norm
 from megalite.model.parameters import padded_vocabulary
 from megalite.model.rotary import rotary_frequencies, rotary_magnitude, rotary_tables
-from megalite.moe.balance import AFTER_COUNTS, TokenMasks
+from megalite.moe.balance import AFTER_COUNTS, TokenMasks, counts_of, update_router
 from megalite.moe.dispatch import ExpertRanks
 from megalite.moe.router import Router
 from megalite.tensor_parallel.collectives import TensorGroup
@@ -239,11 +239,15 @@ class GPT(nn.Module):
         return keys
 
     def _run_blocks(self, x: Tensor, batch: Batch, keys: Mapping[Stream, DropoutKey], scale: Tensor | None) -> Tensor:
+        ordered = self.config.moe.capacity_factor is not None and self.training
         rope = self.config.position == "rope"  # rotary tables and document mask are built once for all layers
+        tokens = (
+            TokenMasks.of(batch, scale, self.sharing, self.place.sequence, ordered=ordered) if self.routers else None
+        )
         shared = BlockInputs(
             rotation=rotary_tables(self.frequencies, batch.positions, rotary_magnitude(self.config)) if rope else None,
             mask=attention_mask(batch, x, self.config, self.kernels, compiled=self.compiled),
-            tokens=self._token_masks(batch, scale) if self.routers else None,
+            tokens=tokens,
         )
         for name, block in self.blocks.items():
             layer = int(name)
@@ -262,11 +266,48 @@ class GPT(nn.Module):
             self.router_metrics += torch.stack(shared.routing)
         return x
 
-    def _token_masks(self, batch: Batch, scale: Tensor | None) -> TokenMasks:
-        ordered = self.config.moe.capacity_factor is not None and self.training
-        return TokenMasks.of(batch, scale, self.sharing, self.place.sequence, ordered=ordered)
-
     def _head(self) -> VocabParallelEmbedding:
         """What holds the head's weight [rows of the padded vocabulary, h]: tied, the word embedding."""
         self.before_use("embedding" if self.config.tie_embeddings else "head")
         return self.embedding.word if self.config.tie_embeddings else self.head
+
+
+class Routers:
+    """The routers of all `chunks` on this rank, as a step meets them: metrics and state. A dense model has none."""
+
+    def __init__(self, chunks: Sequence[GPT]) -> None:
+        self._chunks = chunks
+        self._layers = chunks[0].config.expert_layers  # of the whole model
+        self._width = chunks[0].config.moe.num_experts * 2 + AFTER_COUNTS
+        self._device = chunks[0].device
+
+    def start_step(self) -> None:
+        """Forget the counts of the step before."""
+        for chunk in self._chunks:
+            chunk.router_metrics.zero_()
+
+    def figures(self) -> Tensor:
+        """What this rank counted in the step, [layers of the model with experts, 2 E + 5] fp64 (balance.py): 0 where a
+        layer is elsewhere, so that the sum over all ranks is the whole model's."""
+        table = torch.zeros(len(self._layers), self._width, dtype=torch.float64, device=self._device)
+        for chunk in self._chunks:
+            for layer, row in zip(chunk.routers, chunk.router_metrics, strict=True):
+                table[self._layers.index(layer)] = row
+        return table
+
+    def update(self, table: Tensor, skip: Tensor) -> None:
+        """After a step, with the sum over all ranks; nothing changes where `skip` (0-d) is 1."""
+        counts, balanced = counts_of(table)
+        for name, router in self._named():
+            at = self._layers.index(name)
+            update_router(router, counts[at], balanced[at], skip)
+
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """What steps change beside the parameters, by name: the same on all ranks that hold the layer."""
+        for layer, router in self._named():
+            yield f"blocks.{layer}.moe.router.expert_bias", router.expert_bias
+            yield f"blocks.{layer}.moe.router.share", router.share
+
+    def _named(self) -> Iterator[tuple[int, Router]]:
+        for chunk in self._chunks:
+            yield from chunk.routers.items()

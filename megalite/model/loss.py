@@ -174,8 +174,7 @@ def linear_cross_entropy(
     chunk = max(1, min(n, chunk_tokens or _default_chunk(weight, token_loss)))
     sweep = _Sweep(labels, loss_mask, scale, token_loss, chunk, sequence_parallel, compile)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        loss: Tensor = _LinearCrossEntropy.apply(hidden, weight, sweep, main_grad)
-        return loss
+        return _LinearCrossEntropy.apply(hidden, weight, sweep, main_grad)  # type: ignore[no-any-return]
     return sweep.run(hidden, weight)[0]
 
 

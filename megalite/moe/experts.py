@@ -16,6 +16,7 @@ from megalite.config.schema import MoEConfig
 from megalite.kernels.grouped import RowGroups, add_grouped_transposed_products, grouped_product
 from megalite.moe.dispatch import ExpertRanks
 from megalite.tensor_parallel.deferred import DeferredWork
+from megalite.tensor_parallel.layers import TpContext
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -26,16 +27,15 @@ class ExpertMatrix(nn.Module):
     `main_grads`: empty, or a tensor of its size to which backward adds the gradient (fp32, fp64 in fp64).
     """
 
-    def __init__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, *shape: int, place: TpContext) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+        self.weight = place.parameter(*shape)
         self.main_grads: dict[str, Tensor] = {}
 
 
 class Experts(nn.Module):
     """This rank's experts, each a piece of the width where etp ranks share one. `inner`: name and outputs of the first
-    matrix, [2, width] of a gated activation and [width] of a plain one. `deferred` takes weight gradients that a
-    backward defers."""
+    matrix, [2, width] of a gated activation and [width] of a plain one."""
 
     def __init__(
         self,
@@ -44,16 +44,14 @@ class Experts(nn.Module):
         inner: tuple[str, tuple[int, ...]],
         activation: Activation,
         ranks: ExpertRanks,
+        place: TpContext,
         *,
-        dtype: torch.dtype,
-        device: torch.device,
-        deferred: DeferredWork | None = None,
         recompute: bool = False,
     ) -> None:
         super().__init__()
         self.inner, (*gates, width) = inner
-        self.activation, self.deferred, self.recompute, self.compiled = activation, deferred, recompute, False
-        local, matrix = config.num_experts // ranks.ep, partial(ExpertMatrix, dtype=dtype, device=device)
+        self.activation, self.deferred, self.recompute, self.compiled = activation, place.deferred, recompute, False
+        local, matrix = config.num_experts // ranks.ep, partial(ExpertMatrix, place=place)
         self.add_module(self.inner, matrix(local, *gates, width // ranks.etp, hidden_size))
         self.down = matrix(local, hidden_size, width // ranks.etp)
 

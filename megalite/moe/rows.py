@@ -37,11 +37,11 @@ class Rows(NamedTuple):
 
     def take(self, x: Tensor) -> Tensor:
         """x [t, h] -> [m, h], the token of each row."""
-        return _Take.apply(x, *self)  # type: ignore[no-any-return]
+        return _Move.apply(x, False, *self)  # type: ignore[no-any-return]
 
     def sum(self, rows: Tensor) -> Tensor:
         """rows [m, h] -> [t, h], the sum of each token's rows."""
-        return _Sum.apply(rows, *self)  # type: ignore[no-any-return]
+        return _Move.apply(rows, True, *self)  # type: ignore[no-any-return]
 
 
 def inverse(order: Tensor) -> Tensor:
@@ -49,32 +49,24 @@ def inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-class _Take(torch.autograd.Function):
+class _Move(torch.autograd.Function):
+    """Takes tokens into rows, or `sums` rows into tokens. Each is the other's adjoint."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *rows: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, sums: bool, *rows: Tensor | None) -> Tensor:
+        ctx.sums = sums
         ctx.save_for_backward(*rows)
-        token_of_row = Rows(*rows).token_of_row  # type: ignore[arg-type]
-        return x.index_select(0, token_of_row)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Sum.apply(grads[0], *ctx.saved_tensors), None, None, None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, *all_rows: Tensor | None) -> Tensor:
-        ctx.save_for_backward(*all_rows)
-        _, by_token, starts, used = all_rows
+        token_of_row, by_token, starts, used = rows
+        assert token_of_row is not None
         assert by_token is not None
-        if starts is None:
-            return rows.index_select(0, by_token)
+        if not sums or starts is None:
+            return x.index_select(0, by_token if sums else token_of_row)
         if used is not None:
             from megalite.kernels.expert_rows import sum_rows  # imports triton
 
-            return sum_rows(rows, by_token, starts, used)
-        return F.embedding_bag(by_token, rows.detach(), starts, mode="sum")
+            return sum_rows(x, by_token, starts, used)
+        return F.embedding_bag(by_token, x.detach(), starts, mode="sum")
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return _Take.apply(grads[0], *ctx.saved_tensors), None, None, None, None
+        return _Move.apply(grads[0], not ctx.sums, *ctx.saved_tensors), None, None, None, None, None

@@ -52,8 +52,7 @@ from megalite.optim.zero import GradientSync, ParameterGather, ReplicaGroups
 from megalite.pipeline.executor import Executor
 from megalite.pipeline.schedules import build_schedule, forward_only
 from megalite.pipeline.transfers import Direction
-from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.tensor_parallel.shared_memory import share_memory, why_products_cannot_send
+from megalite.tensor_parallel.collectives import TensorGroup, share_memory, why_products_cannot_send
 from megalite.train.metrics import StepClock
 
 # Settings that may differ between machines: a name for people, numbers of cores, places whose content is compared.

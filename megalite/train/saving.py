@@ -35,7 +35,7 @@ from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext, rank0_broadcast
 from megalite.layout.buffer_layout import Kind, OwnedRange, slice_ranges
 from megalite.layout.parameters import is_replicated
-from megalite.model.routers import Routers
+from megalite.model.gpt import Routers
 from megalite.optim.buffers import ranges_of
 from megalite.optim.optimizer import slices_of
 from megalite.train.build import Training

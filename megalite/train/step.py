@@ -15,7 +15,7 @@ from torch import Tensor
 from megalite.config.schema import OptimizerConfig
 from megalite.data.batch import Batch
 from megalite.launch.context import ParallelContext
-from megalite.model.routers import Routers
+from megalite.model.gpt import Routers
 from megalite.optim.gradients import gradient_norm, owned_for_norm, partial_gradients
 from megalite.train.build import Training
 from megalite.train.metrics import StepMetrics, TimeSplit

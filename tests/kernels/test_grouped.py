@@ -10,6 +10,7 @@ from megalite.kernels import grouped
 from megalite.kernels.grouped import RowGroups, add_grouped_transposed_products, grouped_product, row_multiple
 from megalite.moe.dispatch import ExpertRanks
 from megalite.moe.experts import ExpertMatrix, Experts
+from megalite.tensor_parallel.layers import TpContext
 from tests.kernels import plain_expert_rows
 
 ROWS = 11
@@ -89,7 +90,7 @@ def test_rows_of_no_expert_give_zeros_and_have_no_gradient(
 ) -> None:
     """Where the host does not know their number, only their weights have a gradient that anybody reads."""
     dtype, config = torch.bfloat16, MoEConfig(num_experts=4)
-    experts = Experts(config, H, ("up", (WIDTH,)), F.gelu, ExpertRanks(), dtype=dtype, device=device)
+    experts = Experts(config, H, ("up", (WIDTH,)), F.gelu, ExpertRanks(), TpContext(dtype, device))
     matrices = [one for one in experts.children() if isinstance(one, ExpertMatrix)]
     for matrix in matrices:
         matrix.weight.data.copy_(drawn(*matrix.weight.shape, dtype=dtype, device=device))

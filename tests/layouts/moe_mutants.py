@@ -9,7 +9,7 @@ from torch import Tensor
 from megalite.config.schema import Config
 from megalite.kernels.grouped import RowGroups
 from megalite.launch.context import ParallelContext
-from megalite.model.routers import Routers
+from megalite.model.gpt import Routers
 from megalite.moe import balance as balance_module
 from megalite.moe import dispatch as dispatch_module
 from megalite.moe import layer as layer_module

@@ -10,7 +10,7 @@ import pytest
 
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
-from megalite.model.routers import Routers
+from megalite.model.gpt import Routers
 from megalite.train.build import Training
 from tests.layouts.matrix import FEW, FOUR, Row, Workplace, row, train_row
 from tests.layouts.test_moe import moe

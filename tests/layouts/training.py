@@ -19,7 +19,7 @@ from megalite.config.step_plan import batch_ramp, planned_steps
 from megalite.data.batches import train_batches, validation_batches
 from megalite.data.open import open_data
 from megalite.launch.context import ParallelContext
-from megalite.model.routers import Routers
+from megalite.model.gpt import Routers
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.optimizer import slices_of
 from megalite.optim.schedule import learning_rate

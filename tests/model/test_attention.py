@@ -13,8 +13,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.flop_counter import FlopCounterMode
 
-from megalite.kernels.attention import attention
-from megalite.kernels.attention_by_rows import attention_by_rows
+from megalite.kernels.attention import attention, attention_by_rows
 from megalite.kernels.attention_mask import BLOCK, MAX_ROWS, AttentionMask, DocumentRows, block_mask, dense_mask
 from megalite.kernels.dropout import DropoutStreams, hash_dropout
 from megalite.model.attention import Attention, BlockInputs, attention_backends, attention_mask

@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megalite.kernels.rotate import rotate
 from megalite.model.norm import RMSNorm, build_norm
-from megalite.model.rotary import rotary_frequencies, rotary_tables
+from megalite.model.rotary import rotary_frequencies, rotary_tables, rotate
 from megalite.tensor_parallel.layers import TpContext
 from tests.model.small import CPU, small
 

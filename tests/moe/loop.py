@@ -18,6 +18,7 @@ from megalite.moe.experts import Experts
 from megalite.moe.layer import MoELayer
 from megalite.moe.router import Router
 from megalite.tensor_parallel.collectives import TensorGroup
+from megalite.tensor_parallel.layers import TpContext
 
 HIDDEN, WIDTH, SEQUENCE, BATCH = 6, 8, 8, 3
 SCALE = 0.37  # of the loss
@@ -176,7 +177,7 @@ def layer_of(problem: Problem, ranks: ExpertRanks | None = None, **options: Any)
     name, outputs = ("gate_up", (2, WIDTH)) if problem.activation == "swiglu" else ("up", (WIDTH,))
     place = {"dtype": torch.float64, "device": torch.device("cpu")}
     activation: Callable[[Tensor], Tensor] = ACTIVATIONS[problem.activation]
-    experts = Experts(problem.moe, HIDDEN, (name, outputs), activation, ranks, **place, **options)
+    experts = Experts(problem.moe, HIDDEN, (name, outputs), activation, ranks, TpContext(**place), **options)
     router = Router(problem.moe, HIDDEN, **place)
     with torch.no_grad():
         router.weight.copy_(problem.router)

@@ -19,6 +19,7 @@ from megalite.moe.dispatch import ExpertRanks
 from megalite.moe.experts import ExpertMatrix, Experts
 from megalite.moe.layer import MoELayer
 from megalite.moe.router import Router
+from megalite.tensor_parallel.layers import TpContext
 from megalite.train.build import build_training, derive_device
 from tests.model.small import random_batch, training_config
 from tests.moe.loop import masks_of
@@ -142,7 +143,7 @@ def peaks_of_a_layer(context: ParallelContext, dispatcher: str, width: int) -> t
     moe = MoEConfig(num_experts=8, top_k=4, ffn_hidden_size=width, dispatcher=dispatcher, aux_loss_coeff=0.0)
     ranks, cpu = ExpertRanks.of(context), torch.device("cpu")
     inner = "gate_up", (2, width)
-    experts = Experts(moe, H, inner, ACTIVATIONS["swiglu"], ranks, dtype=context.dtype, device=cpu)
+    experts = Experts(moe, H, inner, ACTIVATIONS["swiglu"], ranks, TpContext(context.dtype, cpu))
     layer = MoELayer(Router(moe, H, torch.float32, cpu), experts, ranks)
     weights = torch.Generator().manual_seed(0)
     for parameter in layer.parameters():

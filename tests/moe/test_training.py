@@ -11,7 +11,7 @@ from megalite.config.schema import Config, MoEConfig
 from megalite.data.batch import Batch, unscored
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
-from megalite.model.routers import Routers
+from megalite.model.gpt import Routers
 from megalite.moe.balance import counts_of, update_router
 from megalite.moe.router import Router
 from megalite.train.build import Training, build_training, fill_with_start_values, needs_of

@@ -16,6 +16,7 @@ from megalite.moe.dispatch import ExpertRanks
 from megalite.moe.experts import Experts
 from megalite.moe.layer import MoELayer
 from megalite.moe.router import Router
+from megalite.tensor_parallel.layers import TpContext
 from tests.kernels import plain_expert_rows
 from tests.moe.loop import masks_of
 
@@ -32,7 +33,7 @@ def step_of(settings: dict[str, Any], dtype: torch.dtype, device: torch.device, 
     """Forward and backward of a layer; a sequence is padding."""
     moe = MoEConfig(num_experts=8, ffn_hidden_size=WIDTH, **settings)
     swiglu, inner = ACTIVATIONS["swiglu"], ("gate_up", (2, WIDTH))
-    experts = Experts(moe, HIDDEN, inner, swiglu, ExpertRanks(), dtype=dtype, device=device, recompute=recompute)
+    experts = Experts(moe, HIDDEN, inner, swiglu, ExpertRanks(), TpContext(dtype, device), recompute=recompute)
     layer = MoELayer(Router(moe, HIDDEN, torch.float32, device), experts, ExpertRanks())
     generator = torch.Generator(device).manual_seed(0)
     for parameter in layer.parameters():

@@ -16,8 +16,7 @@ from megalite.layout.ranks import ParallelLayout
 from megalite.model.attention import BlockInputs
 from megalite.model.gpt import compile_options
 from megalite.tensor_parallel import collectives
-from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.tensor_parallel.shared_memory import share_memory
+from megalite.tensor_parallel.collectives import TensorGroup, share_memory
 from megalite.train.build import device_problems
 from tests.model.small import FAMILIES, gpt, small
 from tests.ranks import run_ranks

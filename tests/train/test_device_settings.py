@@ -11,7 +11,7 @@ from megalite.config.schema import Config, DataConfig, ModelConfig, ParallelConf
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
-from megalite.tensor_parallel import shared_memory
+from megalite.tensor_parallel import collectives
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.train.build import derive_device
 from tests.model.small import small
@@ -76,5 +76,5 @@ def test_products_send_where_all_ranks_find_that_they_can(asked: bool | None, fa
 
 
 def test_what_torch_raises_is_the_reason() -> None:
-    reason = shared_memory.why_products_cannot_send(TensorGroup("no group", 2, 0), torch.float32, torch.device("cpu"))
+    reason = collectives.why_products_cannot_send(TensorGroup("no group", 2, 0), torch.float32, torch.device("cpu"))
     assert "Error: " in reason

@@ -11,7 +11,7 @@ from megalite.config.schema import Config, MoEConfig
 from megalite.launch.context import ParallelContext
 from megalite.layout.groups import GroupNeeds
 from megalite.layout.ranks import ParallelLayout
-from megalite.model.routers import Routers
+from megalite.model.gpt import Routers
 from megalite.train.build import build_training, fill_with_start_values
 from megalite.train.saving import TrainingStoppedError, check_replicas, content_hash, owned_pieces
 from tests.checkpoint.samples import index_of
