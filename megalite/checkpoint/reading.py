@@ -88,8 +88,7 @@ def newest(
         found = inspect(path, context)
         if isinstance(found, Found):
             for bad, fault in damaged if context.rank == 0 else []:
-                aside = bad.with_name(f"{bad.name}.bad-{time.strftime('%Y%m%d-%H%M%S')}")
-                kept = "" if look_only else f"; kept as {bad.rename(aside).name}"
+                kept = "" if look_only else f"; {_set_aside(bad)}"
                 report(f"checkpoint {bad.name} is damaged and was passed over: {fault}{kept}")
             return found
         damaged.append((path, found))
@@ -97,6 +96,15 @@ def newest(
     rule, remedy = ("no checkpoint of this run can be read", remedy) if step is None else ("it cannot be read", others)
     refuse([Problem(str(path), "damaged", f"{rule}; {fault}", remedy) for path, fault in damaged])
     return None
+
+
+def _set_aside(bad: Path) -> str:
+    """Rename a damaged checkpoint, so that it is not tried again and not lost; what became of it, in words."""
+    aside = bad.with_name(f"{bad.name}.bad-{time.strftime('%Y%m%d-%H%M%S')}")
+    try:
+        return f"kept as {bad.rename(aside).name}"
+    except OSError as error:
+        return f"not renamed: {error.strerror}"
 
 
 def inspect(path: Path, context: ParallelContext, *, json_only: bool = False) -> Found | str:

@@ -191,6 +191,20 @@ def test_a_link_to_a_checkpoint_is_followed_and_one_to_another_step_is_damage(tw
     assert "it says that it is step 1" in reports[0]
 
 
+def test_one_that_cannot_be_renamed_is_passed_over_all_the_same(
+    two_steps: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose_the_data(two_steps / "step-00000002")
+
+    def refuse(*_: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    reports = list[str]()
+    assert load(newest(two_steps, SINGLE, reports.append)) == 1
+    assert reports[0].endswith("; not renamed: Read-only file system")
+
+
 def test_a_step_that_a_person_names_is_read_or_refused(two_steps: Path) -> None:
     assert load(newest(two_steps, SINGLE, no_report, step=1)) == 1
     with pytest.raises(UserError, match=r"step=7: there is no checkpoint of it .*\n.*those there are: 1, 2"):
