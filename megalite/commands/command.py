@@ -26,22 +26,29 @@ class Shown(NamedTuple):
     draw: Callable[[], Picture] | None = None
 
 
+Function = Callable[[argparse.Namespace, list[str]], Shown]
+
+
 class Command(NamedTuple):
     """A function of its options and overrides, as a program. Its docstring, or that of its module, is the help."""
 
-    function: Callable[[argparse.Namespace, list[str]], Shown]
+    function: Function
     options: tuple[Option, ...]
+    takes_overrides: bool = True
 
     def parse(self, arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
         """The options, and the words that are none: overrides."""
         about = inspect.getdoc(self.function) or sys.modules[self.function.__module__].__doc__
-        end = "OVERRIDES are those of pretrain_gpt.py (docs/configuration.md). Exit status 2: refused."
+        of_all = "OVERRIDES are those of pretrain_gpt.py (docs/configuration.md). " if self.takes_overrides else ""
+        end = f"{of_all}Exit status 2: refused."
         kind = argparse.RawDescriptionHelpFormatter
         parser = Parser(description=about, epilog=end, formatter_class=kind, allow_abbrev=False)
         has_both = {names[0] for names, _ in self.options} >= ONE_OF
         one_of = parser.add_mutually_exclusive_group() if has_both else parser
         for names, settings in self.options:
             (one_of if names[0] in ONE_OF else parser).add_argument(*names, **settings)
+        if not self.takes_overrides:
+            return parser.parse_intermixed_args(arguments), []
         parser.usage = f"{parser.format_usage().removeprefix('usage: ').rstrip()} [OVERRIDES ...]"
         return parser.parse_known_args(arguments)
 
@@ -68,9 +75,9 @@ class Command(NamedTuple):
         return shown.status
 
 
-def command(*options: Option) -> Callable[[Callable[[argparse.Namespace, list[str]], Shown]], Command]:
-    """Makes a function a command with these options."""
-    return lambda function: Command(function, options)
+def command(*options: Option, overrides: bool = True) -> Callable[[Function], Command]:
+    """Makes a function a command with these options, and with overrides or none."""
+    return lambda function: Command(function, options, overrides)
 
 
 def option(*names: str, **settings: Any) -> Option:

@@ -102,6 +102,7 @@ def export(options: Namespace, overrides: list[str]) -> Shown:
 @command(
     option("runs", nargs="+", type=Path, metavar="RUN_DIR", help="the folder of a run"),
     option("--out", type=Path, metavar="FILE", help="where to (default: RUN_DIR/report.html)"),
+    overrides=False,
 )
 def report(options: Namespace, overrides: list[str]) -> Shown:
     """Draws the report of a run again, or compares several runs on common axes.
@@ -110,4 +111,4 @@ def report(options: Namespace, overrides: list[str]) -> Shown:
 
     One folder: its report.html. Several: comparison.html, here. A run may go on meanwhile.
     """
-    return Shown([str(write_report([*options.runs, *map(Path, overrides)], options.out))])
+    return Shown([str(write_report(options.runs, options.out))])

@@ -18,17 +18,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from megalite.commands.command import COUNT, Shown, command, option
-from megalite.errors.problems import Problem, UserError, collect, to_stderr
+from megalite.errors.problems import Problem, collect, to_stderr
 
 
 @command(
     option("--folder", type=Path, default=Path("runs"), help="of checkpoints (default: %(default)s)"),
     option("--device", choices=["auto", "cpu", "cuda"], default="auto", help="(default: %(default)s)"),
     option("--keep", **COUNT, help="so many nodes are to train"),
+    overrides=False,
 )
 def measure(options: Namespace, overrides: list[str]) -> Shown:
-    if overrides:
-        raise UserError(Problem(overrides[0], "", "this command takes no settings", "--help says what it takes"))
     from megalite.launch.context import CPU, ParallelContext
     from megalite.launch.device import choose_device
     from megalite.launch.environment import read_environment

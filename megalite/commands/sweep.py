@@ -37,7 +37,7 @@ from megalite.config.arguments import flags
 from megalite.config.compose import load_config, names_of
 from megalite.config.overrides import PACKAGE, as_override, files_of, hydra_with, in_one_line, run_hydra
 from megalite.config.schema import Config
-from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse, to_stderr
+from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse, to_stderr
 from megalite.launch.environment import read_environment
 from megalite.launch.signals import PATIENCE, STOP_SIGNALS
 from megalite.observe.readable import print_lines
@@ -80,12 +80,14 @@ def _checked(arguments: Namespace, fixed: list[str]) -> Path:
         _load(arguments, 1, fixed)  # says it better, where it is a setting
         hint = "name one of these, or install its package (docs/sweeps.md)"
         raise UserError(Problem("--multirun", NO_VALUE, in_one_line(error), hint)) from error
-    configs = [_load(arguments, _ranks(found), point) for point in points]
-    counted = Counter(config.run_dir for config in configs)
+    problems = list[Problem]()
+    configs = [collect(partial(_load, arguments, _ranks(found), point), problems) for point in points]
+    problems = [each for at, each in enumerate(problems) if each not in problems[:at]]
+    counted = Counter(config.run_dir for config in configs if config)
     hint = "sweep what defines the training, or name folders by what differs: run_dir='runs/s${train.steps}'"
     rule = "several points would train in the same folder"
-    problems = [Problem("run_dir", place, rule, hint) for place, count in counted.items() if count > 1]
-    if not basic and configs[0].train.eval_interval == 0:
+    problems += [Problem("run_dir", place, rule, hint) for place, count in counted.items() if count > 1]
+    if not basic and configs[0] and configs[0].train.eval_interval == 0:
         rule, hint = "without evaluations there is no validation loss to choose by", "train.eval_interval=100"
         problems.append(Problem("train.eval_interval", 0, rule, hint))
     refuse(problems)

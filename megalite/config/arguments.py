@@ -9,6 +9,7 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import pairwise
 from typing import Any, NoReturn
 
 from megalite.errors.problems import NO_VALUE, Problem, UserError
@@ -62,9 +63,10 @@ def read_arguments(argv: Sequence[str]) -> Namespace:
         parser.add_argument(*flag.split(), type=_folder)
     parser.add_argument("overrides", nargs="*")
     arguments, others = parser.parse_known_args(argv)
-    words = [*arguments.overrides, *others]
-    if others:  # `--api-key VALUE`: the bare word may be a secret, and must not be repeated in another message
-        words = [word for word in words if "=" in word or word.startswith("-")]
+    options = [word for word in others if word.startswith("-")]
+    # `--api-key VALUE`: the bare word may be a secret, and must not be repeated in another message.
+    hidden = {word for option, word in pairwise(argv) if option in options and "=" not in word} - {*options}
+    words = [word for word in (*arguments.overrides, *others) if word not in hidden]
     # A + means something to Hydra's own settings alone.
     arguments.overrides = [word if word.lstrip("+").startswith("hydra") else word.lstrip("+") for word in words]
     return arguments

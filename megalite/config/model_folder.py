@@ -37,8 +37,6 @@ def imported_model_settings(folder: str | Path) -> dict[str, Any]:
         return Problem(f"{path}: {key}", value, rule, hint, here=True)
 
     numbers = {name: found[key] for name, key in keys.items() if type(found[key]) in (int, float)}
-    refuse([problem(*misfit) for misfit in _misfits(numbers, keys)])  # before anything counts that many layers
-    numbers = {name: found[key] for name, key in keys.items() if type(found.get(key)) in (int, float)}
     refuse([problem(*misfit) for misfit in _misfits(numbers, keys)])  # before 10**9 layers are listed
     try:
         beyond = [*family.beyond(found)]

@@ -170,6 +170,8 @@ def read_override(text: str, files: Files) -> tuple[dict[str, str], dict[str, An
         raise UserError(secret_problem(name if equals and not secret_value(name) else "override"))
     if not equals or name.startswith(("-", "~", "hydra.", "hydra/")):
         hint = f"settings are written name=value: {nearest_setting(name.strip('-~')) or 'model'}=VALUE; see --help"
+        if equals and name.startswith("hydra"):
+            hint = "run_dir=FOLDER for a run; hydra.sweep, hydra/sweeper and hydra/launcher count with --multirun"
         raise UserError(Problem(shortened(name), given or NO_VALUE, "is no setting", hint))
     try:
         parsed = OverridesParser.create().parse_override(text)

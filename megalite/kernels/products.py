@@ -29,8 +29,9 @@ def add_transposed_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         tiles = -(-total.numel() // TILE_ELEMENTS)
         rows = -(-total.shape[0] // tiles)  # as many in all tiles: a short one is slow
         piece = max(1, CACHED_ELEMENTS * torch.get_num_threads() // total.shape[1])
+        memory = right.new_empty(rows, total.shape[1])
         for tile, columns in zip(total.split(rows), left.split(rows, dim=1), strict=True):
-            product = torch.mm(columns.t(), right)
+            product = torch.mm(columns.t(), right, out=memory[: len(tile)])
             for part, of_product in zip(tile.split(piece), product.split(piece), strict=True):
                 part.add_(of_product.to(total.dtype))
 

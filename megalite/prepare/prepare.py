@@ -125,8 +125,12 @@ def _plans(config: Config, sources: list[Source]) -> list[list[Shard]]:
 
 
 def _check_output(target: Target) -> None:
-    """UserError where the token file would take the place of files that are not made of the same text by the same
-    tokenizer."""
+    """UserError where the token file would lie inside the text, or take the place of files that are not made of the
+    same text by the same tokenizer."""
+    folders = [Path(path).resolve() for path in target.source.paths if os.path.isdir(path)]
+    if {*folders} & {*target.prefix.resolve().parents}:
+        rule, hint = "is inside data.path, a folder that is read whole", "--output with a name in another folder"
+        raise UserError(Problem("--output", str(target.prefix), rule, hint))
     taken = [path for ending in OUTPUTS if os.path.lexists(path := with_suffix(target.prefix, ending))]
     with suppress(UserError):
         taken = taken if read_facts(target.prefix).fingerprint != target.key else []

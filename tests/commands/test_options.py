@@ -1,4 +1,4 @@
-"""Every number that an option of a command takes has bounds."""
+"""Every number that an option of a command takes has bounds, and words that a command does not take are refused."""
 
 from importlib import import_module
 
@@ -36,3 +36,12 @@ def test_a_number_out_of_bounds_is_refused(
 def test_no_option_of_commands_reads_numbers_without_bounds() -> None:
     assert (len(OPTIONS) > 25, len(NUMBERS) > 18) == (True, True), "the options are found"
     assert [each.id for each in OPTIONS if each.values[2].get("type") in (int, float)] == []
+
+
+@pytest.mark.parametrize("name", ["report", "preflight"])
+def test_a_command_without_overrides_offers_none(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        FOUND[name].parse(["--help"])
+    assert "OVERRIDES" not in capsys.readouterr().out
+    with pytest.raises(UserError, match="unrecognized arguments: --zzz=1"):
+        FOUND[name].parse(["--zzz=1", *(["a"] if name == "report" else [])])

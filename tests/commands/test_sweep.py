@@ -141,6 +141,12 @@ def test_what_can_be_known_is_refused_before_anything_starts(
     assert [path.name for path in place.iterdir()] == ["a.txt"]
 
 
+def test_the_mistakes_of_all_points_are_one_message(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert pretrain_gpt.main(["--multirun", *SMALL, "optimizer.lr=1e-3,fast,-1", "seed=1,2"]) == 2
+    told = capfd.readouterr().err
+    assert all(part in told for part in ("refused, 2 problems", "lr='fast'", "lr=-1.0")), told
+
+
 def test_recipes_of_one_s_own_are_points(place: Path, sweep: Sweep) -> None:
     for name, seed in (("a", 5), ("b", 6)):
         (place / "mine" / "experiment").mkdir(parents=True, exist_ok=True)

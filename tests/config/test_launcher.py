@@ -34,6 +34,7 @@ def launch_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.C
 REFUSED: list[tuple[Sequence[str], dict[str, str], list[str]]] = [
     (["optimzer.lr=1", "model=gtp2"], {}, ["2 problems", "optimizer.lr=1", "model=gpt2"]),
     (["--multirun", "seed=1,2", "zzz=1"], {}, ["zzz=1"]),
+    (["seed=1", "--run", "word", "~seed", "--foo=3"], {}, ["3 problems", "word: is no setting", "~seed", "--foo"]),
     (["--run", "--cfg", "job"], {}, ["--cfg/-c: not allowed with argument --run"]),
     (["train.steps=x"], {"WORLD_SIZE": "2"}, ["4 problems", "RANK", "MASTER_ADDR", "MASTER_PORT", "train.steps"]),
 ]

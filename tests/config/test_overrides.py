@@ -38,7 +38,7 @@ ONE_MISTAKE = [
     # code and Hydra's own ways
     ("model._target_=os.system", ["unknown setting"]),
     ("data.path=[{_target_: os.system}]", ["data.path"]),
-    ("hydra.mode=MULTIRUN", ["hydra.mode", "is no setting"]),
+    ("hydra.run.dir=x", ["hydra.run.dir", "is no setting", "run_dir=FOLDER"]),
     # flags
     ("--train.steps=3", ["is no setting", "train.steps=VALUE"]),
     ("--cfg=nothing", ["nothing"]),

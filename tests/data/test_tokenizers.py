@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from megalite.data.tokenizers import END, TextTokenizer, load_tokenizer
+from megalite.data.tokenizers import END, TextTokenizer, byte_letters, load_tokenizer
 from megalite.errors.problems import UserError
 from megalite.prepare.prepare import bpe_tokenizer, byte_tokenizer, char_tokenizer, named_tokenizer
 
@@ -31,6 +31,17 @@ def make(kind: str) -> TextTokenizer:
 @given(text=st.text())
 def test_byte_gives_the_bytes(text: str) -> None:
     assert byte_tokenizer().encode(text) == list(text.encode())
+
+
+def test_bytes_are_looked_up_where_the_model_says_the_same() -> None:
+    tokenizer, letters = byte_tokenizer(), [*reversed(byte_letters())]
+    spec = tokenizer.spec | {"model": tokenizer.spec["model"] | {"vocab": {it: id for id, it in enumerate(letters)}}}
+    added = tokenizer.spec["added_tokens"][0] | {"content": "é", "special": False}
+    changes = [({}, True), ({"normalizer": {"type": "Lowercase"}}, False), ({"added_tokens": [added]}, False)]
+    for change, looked_up in changes:
+        one = TextTokenizer(Tokenizer.from_str(json.dumps(spec | change)), {})
+        assert one.encode("É, é!") == one.backend.encode("É, é!").ids
+        assert (one._ids_of_bytes is not None) == looked_up
 
 
 def test_char_numbers_the_symbols_in_order() -> None:
@@ -60,6 +71,7 @@ def test_the_saved_folder_is_the_same_tokenizer_here_and_in_transformers(kind: s
     assert {path.name for path in tmp_path.iterdir()} == {"tokenizer.json", "tokenizer_config.json"}
     again, theirs = load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert again.identity == tokenizer.identity
+    assert again.name.lower().startswith(f"{kind} tokenizer with "), again.name
     assert again.encode(TEXT) == theirs(TEXT, add_special_tokens=False).input_ids == tokenizer.encode(TEXT)
     assert theirs.decode(tokenizer.encode(TEXT)) == TEXT
     assert (len(theirs), theirs.eos_token_id) == (tokenizer.vocab_size, tokenizer.end_of_document)

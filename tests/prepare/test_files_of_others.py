@@ -83,10 +83,15 @@ def test_what_is_not_ours_stays_and_nothing_is_tokenized(
     assert make(name, str(place / "books.json")) == 0, "the remedy works"
 
 
-def test_a_cache_is_not_inside_the_folder_that_is_read(place: Path) -> None:
+def test_what_is_made_is_not_inside_the_folder_that_is_read(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its facts and its tokenizers would be text next time."""
     Path("rows/more").mkdir(parents=True)
+    shutil.copy("books.json", "rows/a.jsonl")
     Path("link").symlink_to("rows/more")
+    for output in ("rows/x", "link/x"):
+        assert make(output, "rows") == 2
+        assert "a folder that is read whole" in capfd.readouterr().err
+    assert [path.name for path in Path("rows").iterdir() if path.is_file()] == ["a.jsonl"]
     for cache in ("rows/cache", "link/cache"):
         with pytest.raises(UserError, match="would write into its own data"):
             load_config(["data=text", "data.path=./rows", f"data.cache_dir={cache}"], 1)
