@@ -36,7 +36,8 @@ path_override = partial(typed, "data.path")
 def main(options: Namespace, overrides: list[str]) -> Shown:
     output, verify, problems = options.output, options.verify, list[Problem]()
     if verify == (output is not None):
-        problems.append(Problem("--output", output or NO_VALUE, "either that or --verify is needed", "--output PREFIX"))
+        given, rule = str(output or NO_VALUE), "either that or --verify is needed"
+        problems.append(Problem("--output", given, rule, "--output PREFIX"))
     if output and (problem := unusable("--output", output)):
         problems.append(problem)
     if output and output.name in ("", ".."):

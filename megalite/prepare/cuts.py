@@ -7,7 +7,7 @@ before every text is put before the document alone.
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ WIDE = 1 << 13  # characters on each side in which a place must not matter
 NEAR = (CONTEXT, CONTEXT - 1, CONTEXT - 5, CONTEXT - 13)  # characters before a place
 TRIED = 32  # places
 LONG = 128  # characters of a word near a place where words may be found by a pattern that looks far
-BEHIND_A_WORD = re.compile(r"(?<=[^\W_])\s")
+BEHIND_A_WORD, BEHIND_A_SIGN = re.compile(r"(?<=[^\W_])\s"), re.compile(r"(?<=[^\w\s])\s")
 
 
 class Piece(NamedTuple):
@@ -47,14 +47,14 @@ def in_pieces(blocks: Iterable[str], cut: Cut, document: int) -> Iterator[Piece]
 
 
 def behind_a_word(text: str, start: int) -> int:
-    """A place between a letter or digit and a blank."""
-    found = BEHIND_A_WORD.search(text, start)
+    """A place between a letter or digit, or else a sign, and a blank."""
+    found = BEHIND_A_WORD.search(text, start) or BEHIND_A_SIGN.search(text, start)
     return found.start() if found else 0
 
 
 def cut_for(tokenizer: TextTokenizer) -> Cut:
-    """Places behind a word where the tokens do not depend on where a text begins and ends, near and far away, and where
-    words are short if the tokenizer finds them by a pattern."""
+    """Places behind a word, or else behind a sign, where the tokens do not depend on where a text begins and ends, near
+    and far away, and where words are short if the tokenizer finds them by a pattern."""
     steps = tokenizer.backend.pre_tokenizer
     # A Unigram model adds up scores over all of a word: ties in a long word are decided by rounding. No place is sure.
     if tokenizer.spec["model"]["type"] == "Unigram" and (steps is None or len(steps.pre_tokenize_str("a b")) < 2):
@@ -62,8 +62,9 @@ def cut_for(tokenizer: TextTokenizer) -> Cut:
     far = any(tokenizer.mentions(kind, "pre_tokenizer") for kind in ("Split", "FixedLength"))
 
     def cut(text: str, start: int) -> int:
-        places = BEHIND_A_WORD.finditer(text, max(start, WIDE), max(0, len(text) - WIDE))
-        for at in (place.start() for place in islice(places, TRIED)):
+        kinds = (BEHIND_A_WORD, BEHIND_A_SIGN)  # lines of some languages end on signs alone
+        places = (each.finditer(text, max(start, WIDE), max(0, len(text) - WIDE)) for each in kinds)
+        for at in (place.start() for place in islice(chain.from_iterable(places), TRIED)):
             near = steps.pre_tokenize_str(text[at - CONTEXT : at + CONTEXT]) if far else []
             if all(stop - begin <= LONG for _, (begin, stop) in near) and _agree(tokenizer, text, at):
                 return at

@@ -83,13 +83,14 @@ def encoded(tokenizer: TextTokenizer, text: str, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize("text", ["prose", "no line end", "no blank", "one letter"])
+@pytest.mark.parametrize("text", ["prose", "no line end", "no blank", "one letter", "signs"])
 def test_a_long_document_has_the_ids_of_the_whole(kind: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = {
         "prose": PROSE,
         "no line end": " ".join(PROSE.split()),
         "no blank": "".join(PROSE.split()),
         "one letter": "x" * 20_000,
+        "signs": "\u6c49\u5b57\uff0c\u662f\u3002\n" * 4000,  # no line of it ends in a word
     }[text]
     backend = MAKE[kind]()
     expected = backend.encode(whole, add_special_tokens=False).ids
@@ -97,3 +98,4 @@ def test_a_long_document_has_the_ids_of_the_whole(kind: str, text: str, monkeypa
     assert found == expected
     if text == "prose":
         assert (parts == 1) == (kind in WHOLE)
+    assert parts > 1 or (text, kind) != ("signs", "byte-level")
