@@ -45,7 +45,7 @@ from megalite.commands.train import train_rank
 from megalite.config.files import FIGURES, output_problems, write_atomically
 from megalite.config.schema import Config
 from megalite.launch.device import DTYPES
-from megalite.launch.environment import read_environment
+from megalite.launch.process import ProcessEnvironment
 from megalite.model.flops import flops_per_token, peak_flops
 from megalite.model.gpt import GPT
 from megalite.optim.adamw import FlatAdamW
@@ -193,7 +193,7 @@ def measure_overhead(shape: Shape, *, precision: str, steps: int) -> tuple[float
         quiet = ["checkpoint.interval=0", "train.eval_interval=0", "train.sample_tokens=0"]
         config = shape.config(shape.cpu_batch, precision, torch.device("cpu"), *paths, *quiet, f"train.steps={steps}")
         with StepClock().wrapped() as clock, contextlib.redirect_stdout(io.StringIO()):
-            train_rank(config, read_environment({}))
+            train_rank(config, ProcessEnvironment())
         return clock.overhead()
 
 

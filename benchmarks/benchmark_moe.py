@@ -32,7 +32,8 @@ from torch._C._distributed_c10d import FileStore  # torch.distributed exports it
 from megalite.config.files import FIGURES, write_atomically
 from megalite.config.schema import Config
 from megalite.context_parallel import exchange
-from megalite.launch.environment import ProcessEnvironment, set_variables
+from megalite.launch.environment import set_variables
+from megalite.launch.process import ProcessEnvironment
 from megalite.moe import balance, dispatch
 from megalite.moe.layer import MoELayer
 from megalite.train.build import open_context

@@ -265,7 +265,7 @@ SIDES: Mapping[str, Callable[[Config, ParallelContext, Tensor], Megalite | Peer 
 def _take_turns(connection: Connection, name: str, config: Config, threads: int) -> None:
     """A side's process: an answer when it is warm, then one for each number of steps that it is asked for."""
     if name == "megalite":
-        context = open_context(config, read_environment({}))
+        context = open_context(config, read_environment(os.environ))
         config = derive_device(config, context)
     else:
         context = ParallelContext(device=torch.device(config.device), dtype=DTYPES[config.precision])

@@ -27,7 +27,8 @@ from torch import Tensor
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES
-from megalite.launch.environment import end_compile_workers, read_environment, set_variables
+from megalite.launch.environment import read_environment, set_variables
+from megalite.launch.process import end_compile_workers
 from megalite.model.flops import flops_per_token, peak_flops
 from megalite.train.build import derive_device, open_context
 
@@ -197,7 +198,7 @@ def _config(shape: Shape, device: torch.device, *overrides: str, batch: int | No
 
 def _side(config: Config) -> Megalite:
     set_variables(os.environ)
-    context = open_context(config, read_environment({}))
+    context = open_context(config, read_environment(os.environ))
     config = derive_device(config, context)
     tokens = _tokens(config, context)
     return Megalite(config, context, tokens)

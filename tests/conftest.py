@@ -6,7 +6,7 @@ import tempfile
 import pytest
 from hypothesis import settings
 
-from megalite.launch.environment import end_compile_workers
+from megalite.launch.process import end_compile_workers
 
 # Set before anything imports torch or a Hugging Face library: they read these once.
 os.environ["OMP_NUM_THREADS"] = "1"

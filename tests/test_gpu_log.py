@@ -17,11 +17,11 @@ log(0)
 sys.path[:0] = ["benchmarks", "."]
 import torch
 from benchmark_sides import SHAPES, Megalite
-from megalite.launch.environment import read_environment
+from megalite.launch.process import ProcessEnvironment
 from megalite.train.build import open_context
 from megalite.train.build import derive_device
 config = SHAPES["gpt2"].config(4, "bf16", torch.device("cuda"), "train.cuda_graph=false")
-context = open_context(config, read_environment({}))
+context = open_context(config, ProcessEnvironment())
 config = derive_device(config, context)
 side = Megalite(config, context, torch.zeros(4, 1024, dtype=torch.int64, device="cuda"))
 batches, labels = [side._batch] * 2, side._labels * 2

@@ -39,7 +39,7 @@ from megalite.config.overrides import PACKAGE, as_override, files_of, hydra_with
 from megalite.config.schema import Config
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse, to_stderr
 from megalite.launch.environment import read_environment
-from megalite.launch.signals import PATIENCE, STOP_SIGNALS
+from megalite.launch.process import PATIENCE, STOP_SIGNALS
 from megalite.observe.readable import print_lines
 from megalite.observe.report.page import write_report
 from megalite.train.history import read_metrics

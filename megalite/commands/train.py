@@ -11,8 +11,14 @@ import time
 
 from megalite.config.schema import Config
 from megalite.errors.problems import REFUSED, Problem, UserError, collect, open_closed_streams, refuse, to_stderr
-from megalite.launch.environment import ProcessEnvironment, claimed_rank, read_environment, set_variables
-from megalite.launch.signals import INTERRUPTED, StopSignals, die_with_launcher, ignore_stop_signals
+from megalite.launch.environment import allow_open_files, claimed_rank, read_environment, set_variables
+from megalite.launch.process import (
+    INTERRUPTED,
+    ProcessEnvironment,
+    StopSignals,
+    die_with_launcher,
+    ignore_stop_signals,
+)
 
 WAIT_FOR_RANK_ZERO_S = 5.0  # torchrun ends all ranks when the first one exits: rank 0 must have printed by then
 
@@ -95,6 +101,7 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
 def main_to_the_end(argv: list[str]) -> int:
     """The same as a whole process, which no signal disturbs once it has saved."""
     open_closed_streams()
+    allow_open_files()
     try:
         with StopSignals(speaks=claimed_rank(os.environ) == 0):
             status = main(argv)

@@ -20,7 +20,6 @@ from megalite.data.token_file import HASH_WHOLE, TokenFile, with_suffix
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UserError, collect_all, refuse
 from megalite.errors.words import several
-from megalite.launch.environment import allow_open_files
 
 RECORD = "token_files.json"  # in a run's folder: size and time of each large token file
 FORMAT = 1  # part of every fingerprint: a change of what preparation produces renews all caches
@@ -55,7 +54,6 @@ class OpenedData:
 
 def open_data(config: Config, found: TokenFiles) -> OpenedData:
     """Open the files that were found or made for `config`."""
-    allow_open_files()
     files = collect_all(TokenFile.open, found.prefixes)
     shares, fraction, seq_length = config.data.weights, config.data.validation_fraction, config.train.seq_length
     weights = tuple(len(file.tokens) for file in files) if shares is None else integer_weights(shares)

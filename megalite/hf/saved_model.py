@@ -41,7 +41,7 @@ from megalite.hf.families import FAMILIES
 from megalite.hf.families.family import Family, differences
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES, choose_device, choose_precision
-from megalite.launch.environment import ProcessEnvironment
+from megalite.launch.process import ProcessEnvironment
 from megalite.model.gpt import GPT, Routers
 from megalite.model.init import fill
 from megalite.model.parameters import gpt_parameters

@@ -1,9 +1,5 @@
-"""Chooses a rank's device, its precision and how many CPU threads it has. Nothing here communicates."""
+"""Chooses a rank's device and its precision. Nothing here communicates."""
 
-import os
-import warnings
-from contextlib import suppress
-from pathlib import Path
 from typing import NoReturn
 
 import torch
@@ -11,7 +7,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, activate_flash_attention_impl, sdpa_kernel
 
 from megalite.errors.problems import Problem, UserError, shortened
-from megalite.launch.environment import ProcessEnvironment, usable_cores
+from megalite.launch.process import ProcessEnvironment
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLASH_ATTENTION_4 = "flash-attn-4==4.0.0b18"
@@ -88,12 +84,6 @@ def _refuse(device: torch.device, setting: str, value: str, rule: str, hint: str
     raise UserError(Problem(setting, value, f"{torch.cuda.get_device_name(device)} {rule}", hint))
 
 
-def silence_foreign_warnings() -> None:
-    """Do not print warnings of torch on CUDA that no user can do anything about: of the first product in autograd's
-    thread, and that precision=fp32 is fp32."""
-    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current|TensorFloat32 tensor cores")
-
-
 def slow_precision(dtype: torch.dtype, device: torch.device) -> str:
     """What to say of a precision that the device computes many times slower than fp32, if anything."""
     slow = device.type == "cpu" and dtype == torch.bfloat16 and not _has_fast_bf16(device)
@@ -103,24 +93,6 @@ def slow_precision(dtype: torch.dtype, device: torch.device) -> str:
 def name_of(dtype: torch.dtype) -> str:
     """What the setting calls the dtype."""
     return next(name for name, one in DTYPES.items() if one == dtype)
-
-
-def set_threads(environment: ProcessEnvironment) -> None:
-    """Give each rank its share of the cores, unless the user has set OMP_NUM_THREADS: on Linux, torchrun's own
-    environment tells whether it was the user or torchrun (1 for several ranks). SLURM may have given the step fewer
-    cores, bound to it or not; the cores of a task are its share already."""
-    chosen, sharers = os.environ.get("OMP_NUM_THREADS"), environment.local_world_size
-    if chosen == "1" and environment.launcher == "torchrun" and sharers > 1:
-        with suppress(OSError):
-            of_torchrun = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
-            chosen = chosen if b"OMP_NUM_THREADS=1" in of_torchrun else None
-    cores = granted = usable_cores()
-    if environment.launcher == "slurm" and (of_task := os.environ.get("SLURM_CPUS_PER_TASK")):
-        granted, sharers = int(of_task), 1
-    elif environment.launcher == "slurm":
-        granted = int(os.environ.get("SLURM_CPUS_ON_NODE") or cores)
-    if chosen is None:
-        torch.set_num_threads(max(1, min(cores, granted) // sharers))
 
 
 def _has_fast_bf16(device: torch.device) -> bool:

@@ -1,25 +1,21 @@
-"""Reads who this process is in the job, and prepares it for its host: cores, memory, open files. No torch import.
+"""Reads who this process is in the job, and readies it before torch is loaded: cores, open files. No torch import.
 
 `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT` (torchrun, or anyone) come first. In a SLURM step
 (`srun`) without them, SLURM's own variables are translated into them. With neither it is a single process. Everything
 wrong is reported at once. A variable of a library is left alone where the user has set it.
 """
 
-import ctypes
 import os
 import re
 import resource
 import shlex
-import signal
-import sys
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
 
 from megalite.errors.problems import Problem, UserError
+from megalite.launch.process import LOOPBACK, Launcher, ProcessEnvironment, is_loopback
 
 FIRST_RESERVED_STEP = 0xFFFFFFF0  # SLURM numbers its batch, extern and interactive shells from here on
 OF_SLURM = {  # by torchrun's name, the variable of a SLURM step that says the same
@@ -29,28 +25,11 @@ OF_SLURM = {  # by torchrun's name, the variable of a SLURM step that says the s
     "MASTER_ADDR": "SLURM_STEP_NODELIST",
 }
 START = "`torchrun --nproc-per-node N` or `srun --ntasks N` sets it; for one process unset RANK, WORLD_SIZE"
-LOOPBACK = "127.0.0.1"
 MANY = 10**9
-Launcher = Literal["single", "torchrun", "env", "slurm"]
-
 SPINS = "2000"  # libgomp takes 1,000 by itself where it knows of more threads than cores, else 300,000
-M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 ENOUGH = 65_536  # open files, for thousands of ranks and any number of token files
 CUDA_QUEUES, ENOUGH_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8  # CUDA's own default
 LOAD, NVIDIA = Path("/proc/loadavg"), Path("/dev/nvidiactl")
-
-
-@dataclass(frozen=True)
-class ProcessEnvironment:
-    """Place of one process among all. `local_rank` is None where the launcher does not set it."""
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int | None = 0
-    local_world_size: int = 1
-    master_addr: str = LOOPBACK
-    master_port: int = 0
-    launcher: Launcher = "single"
 
 
 def read_environment(environ: Mapping[str, str]) -> ProcessEnvironment:
@@ -58,7 +37,7 @@ def read_environment(environ: Mapping[str, str]) -> ProcessEnvironment:
     given, problems = _variables(environ), list[Problem]()
     slurm = given is not environ
     if not (given.get("RANK") or given.get("WORLD_SIZE")):
-        return ProcessEnvironment()
+        return ProcessEnvironment(threads=_threads(environ, "single", 1))
 
     def refuse(name: str, rule: str) -> None:
         """Another machine's variables may be right, and its ranks know nothing of these."""
@@ -87,12 +66,8 @@ def read_environment(environ: Mapping[str, str]) -> ProcessEnvironment:
     if local_size is None:  # all ranks share this host where rank 0 is reached by loopback
         local_size = size if is_loopback(address) else (local_rank or 0) + 1
     launcher: Launcher = "slurm" if slurm else "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else "env"
-    return ProcessEnvironment(rank, size, local_rank, local_size, address, port or 0, launcher)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether the address reaches no other machine."""
-    return host in ("localhost", "::1") or re.fullmatch(r"127(\.[0-9]{1,3}){3}", host) is not None
+    threads = _threads(environ, launcher, local_size)
+    return ProcessEnvironment(rank, size, local_rank, local_size, address, port or 0, launcher, threads)
 
 
 def claimed_rank(environ: Mapping[str, str], name: str = "RANK") -> int:
@@ -129,6 +104,22 @@ def _variables(environ: Mapping[str, str]) -> Mapping[str, str]:
     }
 
 
+def _threads(environ: Mapping[str, str], launcher: Launcher, sharers: int) -> int | None:
+    """A rank's share of the cores, unless the user has set OMP_NUM_THREADS: on Linux, torchrun's own environment tells
+    whether it was the user or torchrun (1 for several ranks). SLURM may have given the step fewer cores, bound to it or
+    not; the cores of a task are its share already."""
+    chosen, cores = environ.get("OMP_NUM_THREADS"), usable_cores()
+    if chosen == "1" and launcher == "torchrun" and sharers > 1:
+        with suppress(OSError):
+            of_torchrun = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
+            chosen = chosen if b"OMP_NUM_THREADS=1" in of_torchrun else None
+    if launcher == "slurm":
+        of_task = environ.get("SLURM_CPUS_PER_TASK")
+        sharers = 1 if of_task else sharers
+        cores = min(cores, int(of_task or environ.get("SLURM_CPUS_ON_NODE") or cores))
+    return None if chosen else max(1, cores // sharers)
+
+
 def usable_cores() -> int:
     """Cores that this process may run on: fewer than the machine has under SLURM, taskset or a container."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -161,33 +152,6 @@ def is_busy(looks: int = 20) -> bool:
         running += int(LOAD.read_text(encoding="ascii").split()[3].partition("/")[0]) - 1  # without this one
         time.sleep(0.002)
     return running / looks + usable_cores() > (os.cpu_count() or 1) + 0.5
-
-
-def keep_freed_memory(environ: Mapping[str, str]) -> None:
-    """Have glibc keep what a step frees for the next step. Else it returns large or last pieces to the system, which
-    clears each page anew: 2 % to 10 % of a step. The price: sizes that change leave gaps in the heap."""
-    words = " ".join([*environ, environ.get("GLIBC_TUNABLES", "")])
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
-    if mallopt is not None and not re.search("malloc[._](trim|mmap|top_pad)", words, re.IGNORECASE):
-        mallopt(M_MMAP_MAX, 0)  # large pieces from the heap, too
-        mallopt(M_TRIM_THRESHOLD, -1)  # and the heap is never cut
-
-
-def end_compile_workers() -> None:
-    """Kill inductor's compile workers, where there are any: when Python ends torch asks them to, and waits for up to
-    five minutes for some that do not hear it (pytorch#162199)."""
-    inductor: Any = sys.modules.get("torch._inductor.async_compile")
-    pools = [pool for pool in getattr(inductor, "_pool_set", ()) if hasattr(pool, "process")]
-    for pool in [pool for pool in pools if pool.process.poll() is None]:
-        pool.running = False  # else a thread tells of an end that it did not expect
-        if pool.timer:
-            pool.timer.quit()
-        children = Path(f"/proc/{pool.process.pid}/task/{pool.process.pid}/children")
-        for pid in (pool.process.pid, *(children.read_text(encoding="ascii").split() if children.exists() else ())):
-            with suppress(ProcessLookupError):
-                os.kill(int(pid), signal.SIGKILL)
-    if pools:
-        inductor.after_fork()  # forgets them: whoever compiles again has new ones
 
 
 def allow_open_files() -> None:

@@ -31,8 +31,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megalite.errors.problems import Problem, UserError, refuse
 from megalite.launch.context import LONGEST_PAUSE_S, ParallelContext, answers, listed, pauses
-from megalite.launch.device import set_threads
-from megalite.launch.environment import ProcessEnvironment, allow_open_files, is_loopback, keep_freed_memory
+from megalite.launch.process import ProcessEnvironment, is_loopback, keep_freed_memory
 from megalite.layout.groups import GroupNeeds, GroupSpec, all_groups, groups_of
 
 CODE = Path(__file__).parents[1]  # all of megalite
@@ -68,13 +67,13 @@ def meet(
     """Prepare this process and wait until all ranks are there; the store where they have met, None in a world of one.
     Raises one UserError, alike on all ranks, that holds the problems of all. `plan`: what must be equal on all ranks,
     besides their code, by name; None: nothing must. They meet at `store`, by default at MASTER_ADDR:MASTER_PORT."""
-    set_threads(environment)
+    if environment.threads is not None:
+        torch.set_num_threads(environment.threads)
     if device.type == "cpu":
-        keep_freed_memory(os.environ)
+        keep_freed_memory()
     if (size := environment.world_size) == 1:
         refuse(problems)
         return None
-    allow_open_files()
     if plan is not None:
         plan = {"WORLD_SIZE": str(size), "torch": torch.__version__, "megalite": code_fingerprint(), **plan}
     host = socket.gethostname()

@@ -27,7 +27,7 @@ from megalite.data.token_file import TokenFile, dtype_for, read_facts, with_suff
 from megalite.data.tokenizers import END, TextTokenizer, byte_letters, load_tokenizer
 from megalite.errors.problems import Problem, UnavailableError, UserError, collect, collect_all, refuse
 from megalite.errors.words import of_system
-from megalite.launch.environment import allow_open_files, usable_cores
+from megalite.launch.environment import usable_cores
 from megalite.prepare.hub import TOKENIZER_FILES, tokenizer_folder
 from megalite.prepare.sources import Shard, Source, pieces, sources_of
 from megalite.prepare.tokenizing import Job, tokenize_shards, write_index
@@ -193,7 +193,6 @@ def _locked(prefixes: list[Path], setting: str) -> Iterator[None]:
     folder = prefixes[0].parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        allow_open_files()
         with ExitStack() as files:
             for prefix in sorted(set(prefixes)):  # in one order: no two processes wait for each other
                 file = files.enter_context(open_to_append(with_suffix(prefix, ".lock")))

@@ -4,6 +4,7 @@ The model is built without values. They come from the seed, an import or a check
 before a step. Settings that depend on the device are refused or chosen here.
 """
 
+import warnings
 from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -25,15 +26,8 @@ from megalite.context_parallel.exchange import CpGroups, Waiting
 from megalite.data.batches import DataShare
 from megalite.errors.problems import Problem, UserError, collect
 from megalite.launch.context import CPU, ParallelContext
-from megalite.launch.device import (
-    check_fp8,
-    choose_device,
-    choose_precision,
-    name_of,
-    silence_foreign_warnings,
-    use_attention,
-)
-from megalite.launch.environment import ProcessEnvironment
+from megalite.launch.device import check_fp8, choose_device, choose_precision, name_of, use_attention
+from megalite.launch.process import ProcessEnvironment
 from megalite.launch.startup import join, meet
 from megalite.launch.watchdog import after_report_s
 from megalite.layout.buffer_layout import Kind
@@ -107,7 +101,8 @@ def open_context(config: Config, environment: ProcessEnvironment, store: Store |
     axes, heads = config.parallel, (*local_heads(config), config.model.head_size)
     device = collect(lambda: choose_device(config.device, environment), problems) or CPU
     dtype = collect(lambda: choose_precision(config.precision, device), problems) or torch.float32
-    silence_foreign_warnings()
+    # Nobody can do anything about these of torch: on the first product in autograd's thread, and that fp32 is fp32.
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current|TensorFloat32 tensor cores")
     collect(lambda: check_fp8(config.train.fp8, device), problems)
     collect(lambda: use_attention(config.train.attention, device, dtype, heads), problems)
     problems += device_problems(config, device, name_of(dtype), environment)

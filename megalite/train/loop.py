@@ -31,7 +31,7 @@ from megalite.data.open import OpenedData
 from megalite.errors.problems import Problem, UserError, refuse
 from megalite.errors.words import several
 from megalite.launch.context import ParallelContext, all_ranks_or_raise
-from megalite.launch.signals import StopSignals
+from megalite.launch.process import StopSignals
 from megalite.launch.watchdog import SAVES, Doing, after_report_s
 from megalite.pipeline.simulator import Span
 from megalite.train.build import Training, data_share

@@ -27,8 +27,7 @@ from megalite.errors.problems import Problem, UserError, collect, to_stderr
 from megalite.errors.words import several
 from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
 from megalite.launch.device import slow_precision
-from megalite.launch.environment import ProcessEnvironment, end_compile_workers
-from megalite.launch.signals import StopSignals, stop_request
+from megalite.launch.process import ProcessEnvironment, StopSignals, end_compile_workers, stop_request
 from megalite.launch.watchdog import Doing, Watchdog, find_cause, is_broken_link
 from megalite.train.build import ReadWeights, build_training, derive_device, fill_with_start_values, open_context
 from megalite.train.evaluate import prompts_of

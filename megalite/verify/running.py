@@ -20,7 +20,7 @@ import numpy as np
 from megalite.config.schema import Config
 from megalite.config.settings import with_values
 from megalite.errors.problems import REFUSED, UserError
-from megalite.launch.environment import LOOPBACK, ProcessEnvironment
+from megalite.launch.process import LOOPBACK, ProcessEnvironment
 
 ECHO_S = 2.0  # how long the stack of a process that hangs may take to be written
 LAST_WORDS = 40  # lines of a process that failed
@@ -116,7 +116,6 @@ def _run(train: TrainRank, config: Config, place: ProcessEnvironment, output: Pa
     """One process: train, and write what it says to `output`; or, when the time is up, where it stands."""
     import torch  # the server has
 
-    os.environ["OMP_NUM_THREADS"] = "1"  # so that the trainer leaves the number of threads alone
     torch.set_num_threads(1)  # more would spin in each other's way
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)

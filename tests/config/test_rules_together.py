@@ -23,7 +23,7 @@ from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfi
 from megalite.config.settings import SETTINGS, with_values
 from megalite.config.step_plan import batch_ramp
 from megalite.launch.context import CPU
-from megalite.launch.environment import ProcessEnvironment
+from megalite.launch.process import ProcessEnvironment
 from megalite.layout.groups import groups_of
 from megalite.layout.parameters import shard_of
 from megalite.layout.ranks import ParallelLayout

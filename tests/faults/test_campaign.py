@@ -14,7 +14,7 @@ import pytest
 
 from megalite.checkpoint import reading, store
 from megalite.commands.train import main_to_the_end
-from megalite.launch.signals import StopSignals
+from megalite.launch.process import StopSignals
 from megalite.launch.watchdog import Watchdog
 from megalite.train.history import METRICS
 from tests.checkpoint.samples import SINGLE, values, whole

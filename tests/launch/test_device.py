@@ -1,13 +1,8 @@
-"""Device, precision and threads of one rank."""
+"""Device and precision of one rank."""
 
-import os
-import subprocess
-import sys
-import time
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,12 +23,10 @@ from megalite.launch.device import (
     choose_device,
     choose_precision,
     name_of,
-    set_threads,
-    silence_foreign_warnings,
     slow_precision,
     use_attention,
 )
-from megalite.launch.environment import ProcessEnvironment
+from megalite.launch.process import ProcessEnvironment
 from megalite.train.build import device_problems, open_context
 
 SINGLE = ProcessEnvironment()
@@ -146,7 +139,7 @@ def test_warnings_of_torch_that_are_not_the_users_are_not_printed() -> None:
     foreign.append("TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled.")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        silence_foreign_warnings()
+        open_context(Config(device="cpu"), SINGLE)
         for words in (*foreign, "of the user's own"):
             warnings.warn(words, UserWarning, stacklevel=1)
     assert [str(one.message) for one in told] == ["of the user's own"]
@@ -184,48 +177,3 @@ def test_a_gpu_without_bf16_refuses_it_and_defaults_to_fp32(monkeypatch: pytest.
     with pytest.raises(UserError, match=r"V100.* cannot multiply bf16"):
         choose_precision("bf16", GPU)
     assert choose_precision("fp16", GPU) == torch.float16
-
-
-TASK = ProcessEnvironment(0, 8, 0, 8, "host", 1, "slurm")
-RANK_OF_TWO = ProcessEnvironment(1, 2, 1, 2, "host", 1, "torchrun")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize(
-    ("cores", "environment", "variables", "of_torchrun", "threads"),
-    [
-        (32, EIGHT_LOCAL_RANKS, {}, {}, [4]),
-        (4, EIGHT_LOCAL_RANKS, {}, {}, [1]),
-        (4, TASK, {"SLURM_CPUS_PER_TASK": "4"}, {}, [4]),  # bound: it sees only its own
-        (64, TASK, {"SLURM_CPUS_PER_TASK": "4"}, {}, [4]),
-        (64, TASK, {}, {}, [8]),
-        (64, TASK, {"SLURM_CPUS_ON_NODE": "16"}, {}, [2]),  # all that the step was given here
-        (64, SINGLE, {"OMP_NUM_THREADS": "1"}, {}, []),
-        (64, RANK_OF_TWO, {"OMP_NUM_THREADS": "1"}, {"OMP_NUM_THREADS": "1"}, []),
-        (64, RANK_OF_TWO, {"OMP_NUM_THREADS": "1"}, {}, [32]),  # torchrun itself has set it
-    ],
-)
-def test_ranks_of_a_node_share_its_cores_unless_the_user_has_decided(
-    monkeypatch: pytest.MonkeyPatch,
-    cores: int,
-    environment: ProcessEnvironment,
-    variables: dict[str, str],
-    of_torchrun: dict[str, str],
-    threads: list[int],
-) -> None:
-    torchrun, given = subprocess.Popen(["sleep", "60"], env=of_torchrun), list[int]()
-    while not Path(f"/proc/{torchrun.pid}/cmdline").read_bytes().startswith(b"sleep"):
-        time.sleep(0.01)  # exec shows the new program's arguments and environment a moment after it closes pipes
-    for name in ("OMP_NUM_THREADS", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(os, "getppid", lambda: torchrun.pid)
-    monkeypatch.setattr(device_module, "usable_cores", lambda: cores)
-    monkeypatch.setattr(torch, "set_num_threads", given.append)
-    try:
-        set_threads(environment)
-    finally:
-        torchrun.kill()
-        torchrun.wait()
-    assert given == threads

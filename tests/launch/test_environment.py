@@ -1,15 +1,18 @@
 """Every launcher's variables are understood, and everything wrong in them is told at once."""
 
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
 from megalite.errors.problems import UserError
-from megalite.launch.environment import (
-    Launcher,
-    ProcessEnvironment,
-    claimed_rank,
-    launch_command,
-    read_environment,
-)
+from megalite.launch import environment as module
+from megalite.launch.environment import claimed_rank, launch_command, read_environment
+from megalite.launch.process import Launcher, ProcessEnvironment
 
 TORCHRUN = {
     "RANK": "5",
@@ -63,7 +66,7 @@ PLAIN = without(TORCHRUN, "TORCHELASTIC_RUN_ID", "LOCAL_RANK", "LOCAL_WORLD_SIZE
     ],
 )
 def test_every_launcher_s_variables_are_understood(variables: dict[str, str], found: ProcessEnvironment) -> None:
-    assert read_environment(variables) == found
+    assert replace(read_environment(variables), threads=None) == found
 
 
 def test_ranks_of_a_step_agree_on_the_port_and_other_steps_and_jobs_have_another() -> None:
@@ -97,6 +100,46 @@ def test_first_host_of_a_node_list(nodelist: str, host: str) -> None:
 def test_ranks_of_a_node(text: str, node: int, count: int) -> None:
     step = {"SLURM_STEP_TASKS_PER_NODE": text, "SLURM_NODEID": str(node), "SLURM_LOCALID": "0"}
     assert read_environment({**SRUN, **step}).local_world_size == count
+
+
+OF_ONE_NODE = without(TORCHRUN, "TORCHELASTIC_RUN_ID") | {"LOCAL_WORLD_SIZE": "8"}
+TASK = SRUN | {"SLURM_STEP_TASKS_PER_NODE": "1,8", "SLURM_STEP_NUM_TASKS": "9"}
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    ("cores", "variables", "of_torchrun", "threads"),
+    [
+        (16, {}, {}, 16),
+        (32, OF_ONE_NODE, {}, 4),
+        (4, OF_ONE_NODE, {}, 1),
+        (4, TASK | {"SLURM_CPUS_PER_TASK": "4"}, {}, 4),  # bound: it sees only its own
+        (64, TASK | {"SLURM_CPUS_PER_TASK": "4"}, {}, 4),
+        (64, TASK, {}, 8),
+        (64, TASK | {"SLURM_CPUS_ON_NODE": "16"}, {}, 2),  # all that the step was given here
+        (64, ONE_THREAD, {}, None),
+        (64, TORCHRUN | ONE_THREAD, ONE_THREAD, None),
+        (64, TORCHRUN | ONE_THREAD, {}, 16),  # torchrun itself has set it
+    ],
+)
+def test_ranks_of_a_node_share_its_cores_unless_the_user_has_decided(
+    monkeypatch: pytest.MonkeyPatch,
+    cores: int,
+    variables: dict[str, str],
+    of_torchrun: dict[str, str],
+    threads: int | None,
+) -> None:
+    torchrun = subprocess.Popen(["sleep", "60"], env=of_torchrun)
+    while not Path(f"/proc/{torchrun.pid}/cmdline").read_bytes().startswith(b"sleep"):
+        time.sleep(0.01)  # exec shows the new program's arguments and environment a moment after it closes pipes
+    monkeypatch.setattr(os, "getppid", lambda: torchrun.pid)
+    monkeypatch.setattr(module, "usable_cores", lambda: cores)
+    try:
+        assert read_environment(variables).threads == threads
+    finally:
+        torchrun.kill()
+        torchrun.wait()
 
 
 BAD = [

@@ -1,5 +1,5 @@
-"""What a rank takes of its host: it keeps the memory that a step frees, and leaves cores to others. The workers that
-inductor compiles with hold up no end of a run."""
+"""What a process takes of its host: it keeps the memory that a step frees, leaves cores to others and opens many files.
+The workers that inductor compiles with hold up no end of a run."""
 
 import ctypes
 import math
@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 GLIBC = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallopt")
 STARTED = """
 from megalite.config.compose import load_config
-from megalite.launch.environment import read_environment
+from megalite.launch.process import ProcessEnvironment
 from megalite.train.build import open_context
-open_context(load_config(["device=cpu"], 1), read_environment({}))
+open_context(load_config(["device=cpu"], 1), ProcessEnvironment())
 """
 FAULTS_OF_A_STEP = """
 import ctypes, resource, torch
@@ -101,11 +101,28 @@ def test_threads_sleep_soon_if_others_need_the_cores(
     assert ("GOMP_SPINCOUNT" in environ) == busy
 
 
+FILES = """
+import resource
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+{start}
+assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(65_536, hard), hard)
+"""
+TRAIN = "from megalite.commands.train import main_to_the_end; main_to_the_end(['--help'])"
+PLAN = "from megalite.commands.plan import ranks; ranks(['--world-size', '2'])"
+
+
+@pytest.mark.parametrize("start", [TRAIN, PLAN], ids=["train", "another command"])
+def test_a_command_may_open_as_many_files_as_the_system_allows(start: str) -> None:
+    command = [sys.executable, "-c", FILES.format(start=start)]
+    subprocess.run(command, capture_output=True, check=True, cwd=ROOT)
+
+
 WORKERS = """
 import os, sys, time
 from pathlib import Path
 from torch._inductor.async_compile import AsyncCompile, shutdown_compile_workers
-from megalite.launch.environment import end_compile_workers
+from megalite.launch.process import end_compile_workers
 
 end_compile_workers()  # where nothing was compiled
 pool = AsyncCompile.process_pool()

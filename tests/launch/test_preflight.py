@@ -16,8 +16,8 @@ from megalite.errors.problems import UserError
 from megalite.launch import preflight as preflight_module
 from megalite.launch import startup
 from megalite.launch.context import CPU, ParallelContext
-from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.preflight import best, judge, preflight, seconds, table
+from megalite.launch.process import ProcessEnvironment
 from megalite.launch.startup import meet
 from tests.bad_input.launching import free_port
 from tests.ranks import run_ranks

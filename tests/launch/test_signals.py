@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from megalite.launch.signals import INTERRUPTED, LAUNCHER_ENDED, STOP_SIGNALS, stop_request
+from megalite.launch.process import INTERRUPTED, LAUNCHER_ENDED, STOP_SIGNALS, stop_request
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
@@ -45,7 +45,7 @@ def test_the_third_interrupt_or_the_launcher_s_end_after_one_does_not_wait_for_t
 ) -> None:
     code = """
 import ctypes
-from megalite.launch.signals import stop_request
+from megalite.launch.process import stop_request
 with stop_request():
     print("waiting", flush=True)
     mutex = ctypes.create_string_buffer(64)  # zeros are an unlocked mutex

@@ -21,7 +21,7 @@ from megalite.config.settings import with_values
 from megalite.errors.problems import Problem, UserError, collect
 from megalite.launch import context, startup, watchdog
 from megalite.launch.context import CPU, ParallelContext
-from megalite.launch.environment import ProcessEnvironment
+from megalite.launch.process import ProcessEnvironment
 from megalite.launch.startup import RankInfo, find_problems, meet
 from megalite.layout.groups import GroupNeeds
 from megalite.train.build import needs_of, open_context
@@ -77,6 +77,14 @@ def test_two_ranks_refuse_alike_what_is_wrong_with_one(
 def test_a_master_address_that_does_not_exist_is_said(name: str) -> None:
     with pytest.raises(UserError, match="rank 0 found nobody there"):
         open_context(cpu_config(), replace(environment(0, 2, free_port()), master_addr=name))
+
+
+def test_torch_computes_with_the_threads_of_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    for threads in (None, 3):
+        meet(ProcessEnvironment(threads=threads), CPU, [], None, timeout_s=1)
+    assert given == [3]
 
 
 def listening(pid: int) -> set[str]:

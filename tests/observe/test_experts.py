@@ -12,7 +12,7 @@ import torch
 from megalite.commands.train import train_rank
 from megalite.config.derive import derive
 from megalite.config.schema import Config, MoEConfig
-from megalite.launch.environment import read_environment
+from megalite.launch.process import ProcessEnvironment
 from megalite.moe.balance import in_numbers
 from megalite.observe.report.page import experts_of, render
 from megalite.observe.run_data import RunData, read_run
@@ -48,7 +48,7 @@ def trained(folder: Path, log_interval: int) -> list[dict[str, Any]]:
     shape = {"steps": 4, "global_batch_size": 4, "micro_batch_size": 2, "seq_length": 16, "sample_tokens": 0}
     config.train = replace(config.train, **shape, eval_interval=0, log_interval=log_interval)
     config.log = replace(config.log, wandb="disabled")
-    assert train_rank(derive(config), read_environment({})) == 0
+    assert train_rank(derive(config), ProcessEnvironment()) == 0
     return read_metrics(folder / f"every-{log_interval}" / "metrics.jsonl")
 
 

@@ -20,7 +20,7 @@ from megalite.commands import prepare
 from megalite.config.schema import Config
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
-from megalite.launch.environment import ProcessEnvironment
+from megalite.launch.process import ProcessEnvironment
 from megalite.prepare import prepare as preparation
 from megalite.prepare import tokenizing
 from megalite.train.run import open_training_data

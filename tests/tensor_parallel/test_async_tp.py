@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from megalite.config.schema import Config, ParallelConfig
 from megalite.launch.context import ParallelContext
-from megalite.launch.environment import ProcessEnvironment
+from megalite.launch.process import ProcessEnvironment
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.attention import BlockInputs
 from megalite.model.gpt import compile_options

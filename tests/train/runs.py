@@ -16,7 +16,7 @@ from megalite.commands.train import train_rank
 from megalite.config.schema import Config
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
-from megalite.launch.environment import ProcessEnvironment
+from megalite.launch.process import ProcessEnvironment
 from tests.warm import warm_python
 
 ROOT = Path(__file__).parents[2]

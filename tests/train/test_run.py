@@ -25,7 +25,7 @@ from megalite.data.batch import Batch
 from megalite.data.batches import StepBatches
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext
-from megalite.launch.environment import read_environment
+from megalite.launch.process import ProcessEnvironment
 from megalite.launch.watchdog import Watchdog
 from megalite.layout.ranks import ParallelLayout
 from megalite.optim.schedule import learning_rate
@@ -50,7 +50,7 @@ def config_for(text: Path, run_dir: Path, **train: Any) -> Config:
 
 
 def start(config: Config) -> int:
-    return train_rank(config, read_environment({}))
+    return train_rank(config, ProcessEnvironment())
 
 
 def at_step(step: int, action: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:

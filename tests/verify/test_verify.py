@@ -28,7 +28,7 @@ from megalite.config.rules import check
 from megalite.config.schema import Config, OptimizerConfig
 from megalite.errors.problems import Problem, refuse
 from megalite.launch.context import ParallelContext
-from megalite.launch.environment import ProcessEnvironment
+from megalite.launch.process import ProcessEnvironment
 from megalite.layout.stages import stage_layers
 from megalite.train import run
 from megalite.train.history import METRICS

@@ -1,4 +1,4 @@
-"""Turns stop signals into the end of a start, or into a request that the loop reads at the end of a step.
+"""What a rank's process is in the job, and how it ends. No torch import.
 
 SIGINT (Ctrl-C), SIGTERM (schedulers), SIGUSR1 (SLURM's --signal) and SIGHUP (the terminal is gone; ignored under nohup)
 mean the same. A process that does not train yet ends at once. One that trains finishes the step, writes a checkpoint
@@ -9,23 +9,75 @@ its ranks live in sessions of their own, where a terminal's Ctrl-C does not reac
 
 import ctypes
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import Any, Literal, Self
 
 from megalite.errors.problems import to_stderr
 
+LOOPBACK = "127.0.0.1"
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # of glibc's malloc.h
 LAUNCHER_ENDED = signal.SIGUSR2  # sent by the kernel; nobody else here uses it
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, LAUNCHER_ENDED)
 UNWIND_S = 2.0
 PATIENCE = 3  # interrupts until the process is ended without saving
-INTERRUPTED = 130  # exit status, as shells have it
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
+INTERRUPTED = 130  # exit status, as shells have it
+Launcher = Literal["single", "torchrun", "env", "slurm"]
+
+
+@dataclass(frozen=True)
+class ProcessEnvironment:
+    """Place of one process among all. `local_rank` is None where the launcher does not set it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int | None = 0
+    local_world_size: int = 1
+    master_addr: str = LOOPBACK
+    master_port: int = 0
+    launcher: Launcher = "single"
+    threads: int | None = None  # of torch on the CPU; None: as many as torch or the user has chosen
+
+
+def is_loopback(host: str) -> bool:
+    """Whether the address reaches no other machine."""
+    return host in ("localhost", "::1") or re.fullmatch(r"127(\.[0-9]{1,3}){3}", host) is not None
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what a step frees for the next step. Else it returns large or last pieces to the system, which
+    clears each page anew: 2 % to 10 % of a step. The price: sizes that change leave gaps in the heap."""
+    words = " ".join([*os.environ, os.environ.get("GLIBC_TUNABLES", "")])
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    if mallopt is not None and not re.search("malloc[._](trim|mmap|top_pad)", words, re.IGNORECASE):
+        mallopt(M_MMAP_MAX, 0)  # large pieces from the heap, too
+        mallopt(M_TRIM_THRESHOLD, -1)  # and the heap is never cut
+
+
+def end_compile_workers() -> None:
+    """Kill inductor's compile workers, where there are any: when Python ends torch asks them to, and waits for up to
+    five minutes for some that do not hear it (pytorch#162199)."""
+    inductor: Any = sys.modules.get("torch._inductor.async_compile")
+    pools = [pool for pool in getattr(inductor, "_pool_set", ()) if hasattr(pool, "process")]
+    for pool in [pool for pool in pools if pool.process.poll() is None]:
+        pool.running = False  # else a thread tells of an end that it did not expect
+        if pool.timer:
+            pool.timer.quit()
+        children = Path(f"/proc/{pool.process.pid}/task/{pool.process.pid}/children")
+        for pid in (pool.process.pid, *(children.read_text(encoding="ascii").split() if children.exists() else ())):
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+    if pools:
+        inductor.after_fork()  # forgets them: whoever compiles again has new ones
 
 
 def die_with_launcher(launcher: str) -> None:
