@@ -45,7 +45,7 @@ class Found:
         """Fill the tensors of `pieces`; collective. Tensors whose name is `unread` are left alone on both sides.
 
         The union of all ranks' pieces must be exactly what was saved: differences in name, shape or dtype are one
-        UserError, raised before any tensor is touched. After a StorageFailure the tensors are of no use.
+        UserError, raised before any tensor is touched. After an OSError the tensors are of no use.
         """
         saved = {name: tensor for name, tensor in self.manifest.tensors.items() if not unread(name)}
         pieces = [piece for piece in pieces if not unread(piece.name)]

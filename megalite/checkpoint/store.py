@@ -33,7 +33,7 @@ from megalite.checkpoint import commit
 from megalite.checkpoint.commit import STATE, step_name
 from megalite.checkpoint.manifest import DTYPES, MANIFEST, Manifest, Piece, StoredBox, StoredTensor, digest
 from megalite.config.files import write_new
-from megalite.launch.context import ParallelContext, StorageFailure, all_ranks_or_raise, rank0_broadcast
+from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 ALIGNMENT = 256  # bytes, of the copies on CUDA
@@ -86,10 +86,10 @@ def save(
         written = all_ranks_or_raise(context, lambda: write_file(path, mine) if mine else [], patient=True)
         records = context.gather_json(written, to_first=True)
         size = rank0_broadcast(context, lambda: _commit(place, step, about, records, state, lost), patient=True)
-    except StorageFailure as failure:
+    except OSError as failure:
         if temporary is not None and context.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)  # `recover` gets the rest
-        context.barrier(patient=True)
+        context.barrier()
         message = f"the checkpoint of step {step} was not saved: {failure}; earlier checkpoints stay."
         raise CheckpointError(message) from failure
     rank0_broadcast(context, lambda: commit.retire(folder, step, keep, good_before=good_before), patient=True)

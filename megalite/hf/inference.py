@@ -23,7 +23,7 @@ from megalite.data.open import OpenedData, open_data
 from megalite.data.samples import SampleSource
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect_all
 from megalite.hf.saved_model import SavedModel, open_model
-from megalite.launch.device import name_of
+from megalite.launch.device import PRECISIONS
 from megalite.model.attention import Attention, BlockInputs
 from megalite.model.gpt import GPT
 from megalite.prepare.prepare import prepare
@@ -71,7 +71,7 @@ def evaluate_saved(
         "data": description,
         "tokens": found.tokens,
         "seq_length": config.train.seq_length,
-        "precision": name_of(model.dtype),
+        "precision": PRECISIONS[model.dtype],
         "loss": found.loss,
         "perplexity": found.perplexity,
         "bits_per_byte": found.bits_per_byte,  # None: the bytes of the text are not known

@@ -71,20 +71,12 @@ class ParallelContext:
         """Position of this rank in the group: its rank there."""
         return self.members(name).index(self.rank)
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's `value` on every rank, carried as JSON. The others' argument is not looked at."""
-        if self.control_group is None:
-            return json.loads(json.dumps(value))
-        carrier = self._padded(json.dumps(value) if self.rank == 0 else "")
-        dist.broadcast(carrier, src=0, group=self.control_group)
-        return json.loads(carrier.numpy().tobytes())
-
     def gather_json(self, value: list[Any], *, to_first: bool = False) -> list[list[Any]]:
         """Every rank's list, by rank; `to_first`: none on other ranks than 0, which long lists would burden. Costs one
         small all-reduce where all lists are empty, the usual case."""
         if self.control_group is None:
             return [value]
-        padded = self._padded(json.dumps(value))
+        padded = self.padded(json.dumps(value))
         if len(padded) == len("[]"):
             return [[] for _ in range(self.world_size)]
         gathered = [torch.empty_like(padded) for _ in range(self.world_size if self.rank == 0 or not to_first else 0)]
@@ -94,17 +86,17 @@ class ParallelContext:
             dist.all_gather(gathered, padded, group=self.control_group)
         return [json.loads(of_rank.numpy().tobytes()) for of_rank in gathered]
 
-    def _padded(self, text: str) -> torch.Tensor:
-        """The JSON text, with blanks up to the length of the longest of all ranks."""
+    def padded(self, text: str) -> torch.Tensor:
+        """The bytes of JSON text, with blanks up to the length of the longest of all ranks; collective."""
         longest = torch.tensor(len(text))
         dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.control_group)
         return torch.frombuffer(bytearray(text.ljust(int(longest)), "ascii"), dtype=torch.uint8)
 
-    def barrier(self, *, patient: bool = False) -> None:
-        """Return once all ranks have called it. `patient`: a rank may come later than parallel.timeout_s."""
+    def barrier(self) -> None:
+        """Return once all ranks have called it. A rank may come later than parallel.timeout_s."""
         if self.control_group is not None:
             options = dist.BarrierOptions()
-            options.timeout = timedelta(days=365) if patient else options.timeout
+            options.timeout = timedelta(days=365)
             self.control_group.barrier(options).wait()
 
     def set_timeout(self, seconds: float) -> None:
@@ -131,14 +123,11 @@ class ParallelContext:
         faulthandler.cancel_dump_traceback_later()
 
 
-class StorageFailure(Exception):  # noqa: N818  # its callers turn it into an error for people
-    """Some rank's storage failed: what happened and where, the same text on every rank."""
-
-
 def all_ranks_or_raise(context: ParallelContext, action: Callable[[], T], *, patient: bool = False) -> T:
     """The result of `action` on this rank, or an error on all ranks if any rank's failed, once all have finished it:
-    one UserError with the problems of all ranks, or one StorageFailure for OSErrors. Anything else is a bug: it keeps
-    its type, and is a RuntimeError on the other ranks. `patient`: the action may take longer than parallel.timeout_s.
+    one UserError with the problems of all ranks, or one OSError that says what happened and where. Anything else is a
+    bug: it keeps its type, and is a RuntimeError on the other ranks. `patient`: the action may take longer than
+    parallel.timeout_s.
     """
     result, words = None, list[Any]()
     failure: Exception | None = None
@@ -152,7 +141,7 @@ def all_ranks_or_raise(context: ParallelContext, action: Callable[[], T], *, pat
     except Exception as error:
         failure, words = error, ["bug", f"{type(error).__name__}: {error}"]
     if patient:
-        context.barrier(patient=True)
+        context.barrier()
     failed = [(rank, *entry) for rank, entry in enumerate(context.gather_json(words)) if entry]
     if not failed:
         return result  # type: ignore[return-value]  # no rank's action has failed
@@ -160,13 +149,17 @@ def all_ranks_or_raise(context: ParallelContext, action: Callable[[], T], *, pat
         raise failure if failure and words[0] == "bug" else RuntimeError(bugs[0])
     if refused := [each for _, kind, problems in failed if kind == "input" for each in problems]:
         raise UserError(list(dict.fromkeys(Problem(**fields) for fields in refused)))
-    raise StorageFailure("; ".join(f"{message} on rank {rank}" for rank, _, message in failed[:3])) from failure
+    raise OSError("; ".join(f"{message} on rank {rank}" for rank, _, message in failed[:3])) from failure
 
 
 def rank0_broadcast(context: ParallelContext, action: Callable[[], Any], *, patient: bool = False) -> Any:
     """The JSON value that `action` returns on rank 0, which alone performs it, or the same failure on every rank."""
     value = all_ranks_or_raise(context, lambda: action() if context.rank == 0 else None, patient=patient)
-    return context.broadcast_object(value)
+    if context.control_group is None:
+        return json.loads(json.dumps(value))
+    carrier = context.padded(json.dumps(value) if context.rank == 0 else "")
+    dist.broadcast(carrier, src=0, group=context.control_group)
+    return json.loads(carrier.numpy().tobytes())
 
 
 def pauses(limit_s: float) -> Iterator[None]:

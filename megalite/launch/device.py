@@ -10,6 +10,7 @@ from megalite.errors.problems import Problem, UserError, shortened
 from megalite.launch.process import ProcessEnvironment
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+PRECISIONS = {dtype: name for name, dtype in DTYPES.items()}  # what the setting calls each dtype
 FLASH_ATTENTION_4 = "flash-attn-4==4.0.0b18"
 # With a mask, cuDNN's backward gives NaN for some shapes on Hopper (https://github.com/pytorch/pytorch/issues/196678).
 FOR_MASKS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -74,7 +75,7 @@ def use_attention(kernels: str, device: torch.device, dtype: torch.dtype, heads:
             out = F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=queries != groups)
             out.sum().backward()
     except Exception as error:  # whatever another package raises
-        shape = f"{queries} query and {groups} key-value heads of size {size} in {name_of(dtype)}"
+        shape = f"{queries} query and {groups} key-value heads of size {size} in {PRECISIONS[dtype]}"
         rule = f"does not run them with {shape}: {type(error).__name__}: {shortened(str(error))}"
         hint = {"auto": "flash, or flex", "fa4": f"auto, or pip install {FLASH_ATTENTION_4}"}.get(kernels, "auto")
         _refuse(device, "train.attention", kernels, rule, f"train.attention={hint}")
@@ -88,11 +89,6 @@ def slow_precision(dtype: torch.dtype, device: torch.device) -> str:
     """What to say of a precision that the device computes many times slower than fp32, if anything."""
     slow = device.type == "cpu" and dtype == torch.bfloat16 and not _has_fast_bf16(device)
     return "this CPU has no bf16 instructions: steps may take 30 times as long as with precision=fp32" if slow else ""
-
-
-def name_of(dtype: torch.dtype) -> str:
-    """What the setting calls the dtype."""
-    return next(name for name, one in DTYPES.items() if one == dtype)
 
 
 def _has_fast_bf16(device: torch.device) -> bool:

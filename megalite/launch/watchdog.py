@@ -33,7 +33,6 @@ WRITE_S = 2.0  # and for a report, whose disk may hang, too
 LOOK_S = 2.0  # between two looks for a roll call, at most
 READ_S = 1.0  # for the others to read a verdict, where the store lives in rank 0
 CAUSE_S = 3.0  # for the words of all ranks after a failure
-HUNG = 1  # exit status
 SAVES = 10  # times the patience: what a save may take
 FRAMES = 4  # of a stack, in the report's summary
 ROOT = f"{Path(__file__).parents[2]}{os.sep}"
@@ -136,7 +135,7 @@ class Watchdog:
         """This rank's doing, and where its threads are."""
         names, doing = {thread.ident: thread.name for thread in threading.enumerate()}, self.doing()
         stacks = {names.get(ident, str(ident)): _lines(frame) for ident, frame in sys._current_frames().items()}
-        main = _lines(sys._current_frames()[self._watched])
+        main = stacks[names[self._watched]]
         own = [line for line in main if line.startswith("megalite/")] or main
         return {
             "host": socket.gethostname(),
@@ -145,7 +144,7 @@ class Watchdog:
             "idle_s": round(self._idle_s, 1),
             "hangs": self._idle_s > doing.may_take * doing.timeout_s,
             "at": " < ".join(reversed(own[-FRAMES:])),
-            "stacks": stacks | {"main": main},
+            "stacks": stacks,
         }
 
     def _report(self, finding: str, words: Mapping[int, Mapping[str, Any]]) -> str:
@@ -168,7 +167,7 @@ class Watchdog:
 
     def _exit(self) -> None:
         if not self._over.is_set():  # else it went on at the last moment
-            os._exit(HUNG)  # the main thread will not
+            os._exit(1)  # the main thread will not
 
 
 def summary(words: Mapping[int, Mapping[str, Any]]) -> list[str]:

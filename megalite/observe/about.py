@@ -16,7 +16,7 @@ from megalite import __version__
 from megalite.config.files import REPORT
 from megalite.config.step_plan import batch_ramp
 from megalite.errors.words import several
-from megalite.launch.device import name_of
+from megalite.launch.device import PRECISIONS
 from megalite.launch.environment import launch_command, read_environment
 from megalite.layout.ranks import header_lines
 from megalite.model.flops import active_parameters, flops_per_token, parameter_count
@@ -79,7 +79,7 @@ def resolved(job: Job, device: str) -> list[list[str]]:
         ["data", job.data.description],
         ["", f"{samples * train.seq_length:,} tokens in {several(train.steps, 'step')}: {most}"],
         *(["" if at else "layout", line] for at, line in enumerate(header_lines(job.context.layout))),
-        ["device", f"{device}, {name_of(job.context.dtype)}"],
+        ["device", f"{device}, {PRECISIONS[job.context.dtype]}"],
         ["run folder", str(job.folder.path)],
         *([] if job.resumed_from is None else [["continues", f"from the checkpoint of step {job.resumed_from}"]]),
     ]

@@ -26,7 +26,7 @@ from megalite.context_parallel.exchange import CpGroups, Waiting
 from megalite.data.batches import DataShare
 from megalite.errors.problems import Problem, UserError, collect
 from megalite.launch.context import CPU, ParallelContext
-from megalite.launch.device import check_fp8, choose_device, choose_precision, name_of, use_attention
+from megalite.launch.device import PRECISIONS, check_fp8, choose_device, choose_precision, use_attention
 from megalite.launch.process import ProcessEnvironment
 from megalite.launch.startup import join, meet
 from megalite.launch.watchdog import after_report_s
@@ -105,11 +105,11 @@ def open_context(config: Config, environment: ProcessEnvironment, store: Store |
     warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current|TensorFloat32 tensor cores")
     collect(lambda: check_fp8(config.train.fp8, device), problems)
     collect(lambda: use_attention(config.train.attention, device, dtype, heads), problems)
-    problems += device_problems(config, device, name_of(dtype), environment)
+    problems += device_problems(config, device, PRECISIONS[dtype], environment)
     nccl = collect(lambda: read_nccl_options(Path(axes.nccl_options)) if axes.nccl_options else {}, problems)
     values = {name: value_of(config, name) for name in SETTINGS if name not in OF_A_MACHINE}
     plan = {name: yaml_value(value) for name, value in values.items() if value != SETTINGS[name].default}
-    plan |= {"device": device.type, "precision": name_of(dtype), "parallel.nccl_options": str(nccl)}
+    plan |= {"device": device.type, "precision": PRECISIONS[dtype], "parallel.nccl_options": str(nccl)}
     timeout_s, layout = axes.startup_timeout_s, layout_of(config, environment.world_size)
     store = meet(environment, device, problems, plan, timeout_s=timeout_s, store=store)
     assert layout is not None, "a rank with problems has been refused"
@@ -245,7 +245,7 @@ def derive_device(config: Config, context: ParallelContext) -> Config:
     if graph is None:
         can = all(names[0] != CUDA_GRAPH for names, _ in clashes(with_values(config, {CUDA_GRAPH: True})))
         graph = is_cuda and can and context.layout.world_size == 1 and is_small(config, context)
-    chosen = {"precision": name_of(context.dtype), "train.compile": is_cuda if compiles is None else compiles}
+    chosen = {"precision": PRECISIONS[context.dtype], "train.compile": is_cuda if compiles is None else compiles}
     return with_values(config, {**chosen, ASYNC_TP: async_tp, CUDA_GRAPH: graph})
 
 

@@ -258,7 +258,7 @@ class Saver:
             try:
                 return save(folder.checkpoints, step, pieces, plain, context, keep, **how)
             except CheckpointError:
-                if why := context.broadcast_object(folder.lost()):
+                if why := rank0_broadcast(context, folder.lost):
                     words = f"the checkpoint of step {step} was not saved, and this job has ended"
                     raise TrainingStoppedError(f"{words}: {why}") from None
                 raise

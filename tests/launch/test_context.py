@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from megalite.errors.problems import Problem, UserError, refuse
-from megalite.launch.context import ParallelContext, all_ranks_or_raise
+from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
 from tests.ranks import run_ranks
 
 
@@ -36,7 +36,7 @@ def test_all_ranks_refuse_together_with_the_union_of_their_problems(
 
 def _exchange(context: ParallelContext, value: Any) -> Any:
     dist.all_gather = None  # type: ignore[assignment]  # it would hold as many copies as there are ranks
-    return context.broadcast_object(value if context.rank == 0 else "not sent")
+    return rank0_broadcast(context, lambda: value if context.rank == 0 else "not sent")
 
 
 def test_rank_0_s_object_reaches_all_ranks() -> None:
@@ -49,7 +49,7 @@ def test_a_single_process_needs_no_group() -> None:
     all_ranks_or_raise(context, partial(refuse, []))
     with pytest.raises(UserError, match="is wrong"):
         all_ranks_or_raise(context, partial(refuse, [_problem("a")]))
-    assert context.broadcast_object({"a": 1}) == {"a": 1}
+    assert rank0_broadcast(context, lambda: {"a": 1}) == {"a": 1}
     context.barrier()
     context.close()
 

@@ -70,8 +70,8 @@ def test_every_rank_says_where_it_stands(tmp_path: Path, capfd: pytest.CaptureFi
     found = report(tmp_path)
     assert found["finding"] == "all ranks answer"
     assert [word["doing"] for word in found["ranks"].values()] == [f"step 7 of rank {rank}" for rank in "012"]
-    assert "waits_for_a_lock_that_nobody_frees" in found["ranks"]["1"]["stacks"]["main"][-1]
-    assert "all_reduce" in " ".join(found["ranks"]["0"]["stacks"]["main"])
+    assert "waits_for_a_lock_that_nobody_frees" in found["ranks"]["1"]["stacks"]["MainThread"][-1]
+    assert "all_reduce" in " ".join(found["ranks"]["0"]["stacks"]["MainThread"])
 
 
 def test_the_parts_of_a_report_fit_into_its_time() -> None:
