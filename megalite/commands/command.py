@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megalite.config.arguments import Parser, number_from
-from megalite.errors.problems import REFUSED, UserError, collect, open_closed_streams, refuse, to_stderr
-from megalite.launch.environment import allow_open_files
+from megalite.errors.problems import REFUSED, UserError, collect, refuse, to_stderr
+from megalite.launch.environment import ready_files
 from megalite.observe.readable import print_lines
 from megalite.plan.picture import Picture, picture_problems, save_picture
 
@@ -55,8 +55,7 @@ class Command(NamedTuple):
 
     def __call__(self, arguments: Sequence[str] | None = None) -> int:
         """The exit status. All that is wrong is printed as one refusal, and nothing else is."""
-        open_closed_streams()
-        allow_open_files()
+        ready_files()
         name, problems = self.function.__name__, []
         try:
             options, overrides = self.parse(arguments)

@@ -10,8 +10,8 @@ import sys
 import time
 
 from megalite.config.schema import Config
-from megalite.errors.problems import REFUSED, Problem, UserError, collect, open_closed_streams, refuse, to_stderr
-from megalite.launch.environment import allow_open_files, claimed_rank, read_environment, set_variables
+from megalite.errors.problems import REFUSED, Problem, UserError, collect, refuse, to_stderr
+from megalite.launch.environment import claimed_rank, read_environment, ready_files, set_variables
 from megalite.launch.process import (
     INTERRUPTED,
     ProcessEnvironment,
@@ -100,8 +100,7 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
 
 def main_to_the_end(argv: list[str]) -> int:
     """The same as a whole process, which no signal disturbs once it has saved."""
-    open_closed_streams()
-    allow_open_files()
+    ready_files()
     try:
         with StopSignals(speaks=claimed_rank(os.environ) == 0):
             status = main(argv)

@@ -4,7 +4,6 @@ The launcher prints the error once, without a traceback, and exits with status 2
 """
 
 import contextlib
-import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -106,12 +105,3 @@ def to_stderr(text: str) -> None:
     """Print a message where a terminal is left; one that is gone ends no save."""
     with contextlib.suppress(OSError, ValueError):
         print(printable(text), file=sys.stderr, flush=True)
-
-
-def open_closed_streams() -> None:
-    """Let closed streams (`>&-`) lead nowhere: else the next files that are opened would take their place."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(descriptor)
-    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
-    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)

@@ -1,4 +1,4 @@
-"""Reads who this process is in the job, and readies it before torch is loaded: cores, open files. No torch import.
+"""Reads who this process is in the job, and readies it before torch is loaded: variables, files. No torch import.
 
 `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT` (torchrun, or anyone) come first. In a SLURM step
 (`srun`) without them, SLURM's own variables are translated into them. With neither it is a single process. Everything
@@ -9,6 +9,7 @@ import os
 import re
 import resource
 import shlex
+import sys
 import time
 from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
@@ -154,9 +155,15 @@ def is_busy(looks: int = 20) -> bool:
     return running / looks + usable_cores() > (os.cpu_count() or 1) + 0.5
 
 
-def allow_open_files() -> None:
-    """Raise this process's limit of open files to ENOUGH, as far as that is allowed: gloo connects each rank of a group
-    with every other one, and rank 0 serves the store of the rendezvous."""
+def ready_files() -> None:
+    """Let closed streams (`>&-`) lead nowhere: else the next files that are opened would take their place. Raise the
+    limit of open files to ENOUGH, as far as that is allowed: gloo connects each rank of a group with every other one,
+    and rank 0 serves the store of the rendezvous."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = ENOUGH if hard == resource.RLIM_INFINITY else min(ENOUGH, hard)
     if soft != resource.RLIM_INFINITY and soft < enough:
