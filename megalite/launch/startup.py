@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from megalite.errors.problems import Problem, UserError, refuse
 from megalite.launch.context import LONGEST_PAUSE_S, ParallelContext, answers, listed, pauses
-from megalite.launch.process import ProcessEnvironment, is_loopback, keep_freed_memory
+from megalite.launch.process import LOOPBACK, ProcessEnvironment, is_loopback, keep_freed_memory
 from megalite.layout.groups import GroupNeeds, GroupSpec, all_groups, groups_of
 
 CODE = Path(__file__).parents[1]  # all of megalite
@@ -50,7 +50,7 @@ class RankInfo(NamedTuple):
     pid: int
     token: str  # of this process
     gpu: str | None  # unique id of the device, None on the CPU
-    gloo_on_loopback: bool  # out of reach of other hosts
+    is_hidden: bool  # other hosts cannot reach the address that gloo binds to
     plan: Mapping[str, str]  # what must be equal on all ranks, by name, unless at its default; empty beside problems
     problems: Sequence[Mapping[str, Any]]
 
@@ -77,7 +77,12 @@ def meet(
     if plan is not None:
         plan = {"WORLD_SIZE": str(size), "torch": torch.__version__, "megalite": code_fingerprint(), **plan}
     host = socket.gethostname()
-    process = (environment.rank, host, os.getpid(), uuid.uuid4().hex, gpu_id(device), _gloo_on_loopback(host))
+    try:  # gloo binds to the address of the host's own name
+        address = socket.gethostbyname(host)
+    except OSError:
+        address = LOOPBACK  # gloo falls back to it
+    is_hidden = is_loopback(address) and "GLOO_SOCKET_IFNAME" not in os.environ
+    process = (environment.rank, host, os.getpid(), uuid.uuid4().hex, gpu_id(device), is_hidden)
     info = RankInfo(*process, {} if problems else plan or {}, [problem.as_json() for problem in problems])
     store = store or _open_store(environment, time.monotonic() + timeout_s)
     try:
@@ -149,7 +154,7 @@ def find_problems(infos: Sequence[RankInfo]) -> list[Problem]:
             rule = f"ranks {listed(ranks)} of {host} share one GPU"
             found.append(Problem("device", "cuda", rule, "at most one rank per GPU, or device=cpu"))
     several = len({info.host for info in infos}) > 1
-    for host in (info.host for info in infos if several and info.gloo_on_loopback):
+    for host in (info.host for info in infos if several and info.is_hidden):
         rule = f"the name of host {host} resolves to its loopback address, which other nodes cannot reach"
         hint = "GLOO_SOCKET_IFNAME=<network interface>, or correct /etc/hosts"
         found.append(Problem("GLOO_SOCKET_IFNAME", None, rule, hint))
@@ -188,14 +193,6 @@ def _open_store(environment: ProcessEnvironment, deadline: float) -> Store:
 def gpu_id(device: torch.device) -> str | None:
     """Unique among all GPUs; None on the CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
-
-
-def _gloo_on_loopback(host: str) -> bool:
-    """Whether gloo, which binds to the address of the host's own name, would bind where other nodes cannot reach it."""
-    try:
-        return is_loopback(socket.gethostbyname(host)) and "GLOO_SOCKET_IFNAME" not in os.environ
-    except OSError:  # gloo falls back to loopback
-        return "GLOO_SOCKET_IFNAME" not in os.environ
 
 
 def code_fingerprint() -> str:

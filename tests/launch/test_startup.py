@@ -209,6 +209,28 @@ def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize(
+    ("address", "interface", "hidden"),
+    [("127.0.1.1", "", True), (None, "", True), ("127.0.1.1", "eth0", False), ("10.0.0.1", "", False)],
+)
+def test_a_rank_says_whether_other_hosts_can_reach_it(
+    address: str | None, interface: str, hidden: bool, agent_store: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def resolve(host: str) -> str:
+        if address is None:
+            raise OSError("unknown host")
+        return address
+
+    infos: list[RankInfo] = []
+    monkeypatch.setattr("socket.gethostbyname", resolve)
+    monkeypatch.setattr(startup, "find_problems", lambda found: infos.extend(found) or [])
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface)
+    if not interface:
+        monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    assert _attempt(agent_store, [1, 0]) == [[], []]
+    assert [each.is_hidden for each in infos] == [hidden] * 2
+
+
 def info(
     rank: int, host: str = "a", gpu: str | None = None, loopback: bool = False, plan: dict[str, str] | None = None
 ) -> RankInfo:
