@@ -15,7 +15,7 @@ from typing import Any
 from megalite.commands.train import train_rank
 from megalite.config.schema import Config
 from megalite.errors.problems import UserError
-from megalite.launch.context import ParallelContext
+from megalite.launch.context import ParallelContext, rank0_broadcast
 from megalite.launch.process import ProcessEnvironment
 from tests.warm import warm_python
 
@@ -125,7 +125,7 @@ def train_on_rank(context: ParallelContext, config: Config) -> int:
     if size > 1:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            port = context.broadcast_object(probe.getsockname()[1])
+            port = rank0_broadcast(context, lambda: probe.getsockname()[1])
         context.close()
     return train_rank(config, ProcessEnvironment(rank, size, rank, size, master_port=port))
 
