@@ -18,8 +18,7 @@ from megalite.config.schema import Config, DataConfig
 from megalite.data.samples import IntArray, Part, SampleSource, integer_weights
 from megalite.data.token_file import HASH_WHOLE, TokenFile, with_suffix
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
-from megalite.errors.problems import Problem, UserError, collect_all, refuse
-from megalite.errors.words import several
+from megalite.errors.problems import Problem, UserError, collect_all, refuse, several
 from megalite.launch.environment import allow_open_files
 
 RECORD = "token_files.json"  # in a run's folder: size and time of each large token file
