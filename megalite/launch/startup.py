@@ -5,7 +5,7 @@ that all ranks raise alike. A store of torchrun's outlives the ranks, and torchr
 that is alike on all nodes. So a verdict counts only for the processes that it names: a rank that finds an old round
 joins the next one, too.
 
-All ranks name all groups of the world to torch in the same order (layout/groups.py), members or not: torch then counts
+All ranks name all groups of the world to torch in the same order (layout/ranks.py), members or not: torch then counts
 alike on every rank. NCCL's communicators are formed here (`device_id`), under the time-out of the start. Such a group
 sends and receives in the order of all else on it: that is why each direction of the pipeline has a group of its own.
 """
@@ -33,7 +33,7 @@ from megalite.errors.problems import Problem, UserError, refuse
 from megalite.launch.context import LONGEST_PAUSE_S, ParallelContext, answers, listed, pauses
 from megalite.launch.device import set_threads
 from megalite.launch.environment import ProcessEnvironment, allow_open_files, is_loopback, keep_freed_memory
-from megalite.layout.groups import GroupNeeds, GroupSpec, all_groups, groups_of
+from megalite.layout.ranks import GroupNeeds, GroupSpec, all_groups, groups_of
 
 CODE = Path(__file__).parents[1]  # all of megalite
 ROUND = "megalite/round"  # the token of the rank 0 that has opened the newest one

@@ -11,9 +11,8 @@ from typing import NamedTuple
 from megalite.config.layout import stage_settings
 from megalite.config.schema import OPTIMIZERS, Config, OptimizerConfig
 from megalite.layout.buffer_layout import BufferLayout, Kind, OwnedRange, buffer_layout
-from megalite.layout.groups import GroupNeeds, groups_of
 from megalite.layout.parameters import ParameterRecord, is_held
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import GroupNeeds, ParallelLayout, groups_of
 from megalite.layout.stages import stages_of
 from megalite.model.parameters import gpt_parameters
 

@@ -37,7 +37,7 @@ from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.startup import join, meet
 from megalite.launch.watchdog import after_report_s
 from megalite.layout.buffer_layout import Kind
-from megalite.layout.groups import GroupNeeds
+from megalite.layout.ranks import GroupNeeds
 from megalite.layout.sequence import CpShard
 from megalite.layout.stages import stages_of
 from megalite.model.flops import flops_per_token, peak_flops

@@ -8,8 +8,7 @@ import pytest
 
 from megalite.config.nccl_options import GROUPS, read_nccl_options
 from megalite.errors.problems import UserError
-from megalite.layout.groups import GroupNeeds, groups_of
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import GroupNeeds, ParallelLayout, groups_of
 
 MEGATRON = """
     dp_cp intra_dp_cp dp cp hcp mp tp pp embd pos_embd tp_dp_cp tp_dp tp_cp ep ep_tp tp_ep_mp tp_ep_pp ep_dp

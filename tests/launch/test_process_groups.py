@@ -13,8 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megalite.launch.context import ParallelContext
 from megalite.launch.startup import join, make_groups
-from megalite.layout.groups import GroupNeeds, GroupSpec, all_groups, groups_of
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import GroupNeeds, GroupSpec, ParallelLayout, all_groups, groups_of
 from tests.ranks import run_ranks
 
 FOLDED = ParallelLayout(tp=2, cp=2, pp=2, etp=1, ep=4)

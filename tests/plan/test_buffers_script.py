@@ -10,8 +10,7 @@ from megalite.commands import plan
 from megalite.config.schema import MoEConfig
 from megalite.launch.context import ParallelContext
 from megalite.layout.buffer_layout import BufferLayout, OwnedRange
-from megalite.layout.groups import GroupNeeds
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import GroupNeeds, ParallelLayout
 from megalite.optim.rank_buffers import rank_buffers
 from tests.optim.small_model import small_config
 from tests.ranks import run_ranks
