@@ -5,7 +5,7 @@ before a step. Settings that depend on the device are refused or chosen here.
 """
 
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -178,7 +178,9 @@ def build_chunks(config: Config, context: ParallelContext, waiting: Waiting) -> 
     tp = TensorGroup.of(context.group("tp"))
     if config.parallel.async_tp and tp is not None:
         share_memory(tp)
-    cp, experts = context_ranks(config, context, waiting), ExpertRanks.of(context, waiting)
+    alltoall, ring, sharing = (TensorGroup.of(context.group(name)) for name in ("cp-alltoall", "cp-ring", "tp-cp"))
+    cp = CpGroups(alltoall, ring, exchange_of(config).gathers, sharing, waiting) if context.size("cp") > 1 else None
+    experts = ExpertRanks.of(context, waiting)
     build = partial(GPT, config, dtype=context.dtype, device=context.device, tp=tp, context=cp, expert_ranks=experts)
     chunks = [build(stage=stage) for stage in stages_of(stage_settings(config), context.coordinates["pp"])]
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
@@ -186,18 +188,10 @@ def build_chunks(config: Config, context: ParallelContext, waiting: Waiting) -> 
     return chunks
 
 
-def context_ranks(config: Config, context: ParallelContext, waiting: Waiting = nullcontext) -> CpGroups | None:
-    """The ranks with which this one shares each sequence; None: it has whole ones."""
-    if context.size("cp") == 1:
-        return None
-    alltoall, ring, sharing = (TensorGroup.of(context.group(name)) for name in ("cp-alltoall", "cp-ring", "tp-cp"))
-    return CpGroups(alltoall, ring, exchange_of(config).gathers, sharing, waiting)
-
-
-def data_share(config: Config, context: ParallelContext) -> DataShare:
+def data_share(context: ParallelContext) -> DataShare:
     """The part of each global batch that this rank reads."""
-    cp = context_ranks(config, context)
-    return DataShare(context.index("dp"), context.size("dp"), CpShard() if cp is None else cp.share)
+    sequence = CpShard(context.index("cp"), context.size("cp-ring"), context.size("cp-alltoall"))
+    return DataShare(context.index("dp"), context.size("dp"), sequence)
 
 
 def fill_with_start_values(

@@ -111,7 +111,7 @@ def train(
         done = found.step
     step = TrainStep(training, config.optimizer, context)
     samples = batch_ramp(config.train).samples_after(done)
-    plan, share = planned_steps(config.train, done=done, samples=samples), data_share(config, context)
+    plan, share = planned_steps(config.train, done=done, samples=samples), data_share(context)
     figures, gradients = [], []
     with train_batches(data.train, config, plan, context.device, share) as batches:
         for batch in islice(batches, steps):
