@@ -13,11 +13,10 @@ from dataclasses import replace
 from math import sqrt
 
 from megalite.config.schema import ModelConfig
-from megalite.layout.parameters import Group, ParameterRecord, Split
+from megalite.layout.parameters import ROWS, Group, ParameterRecord, Split
 
 Groups = tuple[Group, ...]
 
-ROWS = Split(0, uneven=True)  # of the vocabulary
 GROUPS = Split(0, replicated=2)  # of the fused attention projection: each has its queries, its key and its value
 
 

@@ -39,11 +39,11 @@ class TrainingBuffers:
         self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         dtypes = {"model": dtype, "master": self.master_dtype}
         self.parameter_buckets = [
-            torch.zeros(bucket.size, dtype=dtypes[bucket.buffer.precision], device=device) for bucket in layout.buckets
+            torch.zeros(bucket.size, dtype=dtypes[bucket.precision], device=device) for bucket in layout.buckets
         ]
         summed_in = gradient_dtype or self.master_dtype
         self.gradient_buckets = [torch.zeros_like(whole, dtype=summed_in) for whole in self.parameter_buckets]
-        own = [dense if bucket.buffer.kind == "dense" else expert for bucket in layout.buckets]
+        own = [dense if bucket.kind == "dense" else expert for bucket in layout.buckets]
         self.parameters, self.gradients = (
             [whole.chunk(bucket.shards)[at] for whole, bucket, at in zip(buckets, layout.buckets, own, strict=True)]
             for buckets in (self.parameter_buckets, self.gradient_buckets)

@@ -73,7 +73,7 @@ def owned_for_norm(
     others = slice_ranges(buffers.owned, elsewhere)
     parts = []
     for number, (bucket, gradients) in enumerate(zip(buffers.layout.buckets, buffers.gradients, strict=True)):
-        if replicas[bucket.buffer.kind].replica > 0:
+        if replicas[bucket.kind].replica > 0:
             continue
         start = 0
         for hole in (each for each in others if each.bucket == number):

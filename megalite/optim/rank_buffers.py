@@ -106,8 +106,8 @@ def bytes_of_rank(layout: BufferLayout, precision: str, optimizer: OptimizerConf
     """The bytes that one rank keeps, padding included; the same for all ranks that exchange the layout's buckets."""
     kept = StateBytes(0, 0, 0, 0)
     for bucket in layout.buckets:
-        wide = bucket.buffer.precision == "master"
-        element = bytes_of_element(precision, optimizer, matrix=bucket.buffer.whole, master_precision=wide)
+        wide = bucket.precision == "master"
+        element = bytes_of_element(precision, optimizer, matrix=bucket.whole, master_precision=wide)
         counts = [bucket.size] * 2 + [bucket.slice_size] * 2
         kept = StateBytes(*(sum_ + count * size for sum_, count, size in zip(kept, counts, element, strict=True)))
     return kept

@@ -77,7 +77,7 @@ class GradientSync:
         overlap: bool = True,
     ) -> None:
         self._buffers, self._comm_dtype = buffers, comm_dtype
-        self._groups = [replicas[bucket.buffer.kind] for bucket in buffers.layout.buckets]
+        self._groups = [replicas[bucket.kind] for bucket in buffers.layout.buckets]
         self._watched = [0] * len(self._groups)  # by bucket: gradients that the last backward passes bring
         self._last: dict[int, Later] = {}  # chunks whose last gradients are coming
         self._started: list[Transfer | None] = []
@@ -149,7 +149,7 @@ class ParameterGather:
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._buffers, self._overlap, self._waiting = buffers, overlap, waiting
-        self._groups = [replicas[bucket.buffer.kind].shard_group for bucket in buffers.layout.buckets]
+        self._groups = [replicas[bucket.kind].shard_group for bucket in buffers.layout.buckets]
         self._pending: dict[int, Transfer] = {}  # by bucket
         self._buckets_of: dict[str, set[int]] = {}  # by part of the model
         for name, (_, number) in buffers.places.items():

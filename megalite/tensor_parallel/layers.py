@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.kernels.embed import embed, with_main_grad
-from megalite.layout.parameters import Split, shard_of
+from megalite.layout.parameters import ROWS, Split, shard_of
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.deferred import DeferredWork
 from megalite.tensor_parallel.linear import linear
@@ -131,7 +131,7 @@ class VocabParallelEmbedding(nn.Module):
         self.place = place
         size, index = (1, 0) if place.tp is None else (place.tp.size, place.tp.index)
         self.first_row = index * rows // size
-        self.weight = place.parameter(*place.local_shape((rows, width), Split(0, uneven=True)))
+        self.weight = place.parameter(*place.local_shape((rows, width), ROWS))
         self.main_grads: dict[str, Tensor] = {}
 
     def forward(self, tokens: Tensor) -> Tensor:

@@ -60,7 +60,7 @@ def expert_gradients_divided_by_ep(context: ParallelContext, config: Config) -> 
     def and_divide(self: GradientSync) -> None:
         finish(self)
         for bucket, gradients in zip(self._buffers.layout.buckets, self._buffers.gradients, strict=True):
-            if bucket.buffer.kind == "expert":
+            if bucket.kind == "expert":
                 gradients /= context.layout.ep
 
     GradientSync.finish = and_divide  # type: ignore[method-assign]
