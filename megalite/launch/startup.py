@@ -39,7 +39,7 @@ CODE = Path(__file__).parents[1]  # all of megalite
 ROUND = "megalite/round"  # the token of the rank 0 that has opened the newest one
 AGENT_SERVES = "TORCHELASTIC_USE_AGENT_STORE"  # "True": the store is torchrun's, and outlives the ranks
 
-# By `GroupSpec.options`, attributes of torch's ProcessGroupNCCL.Options, or of its `config`.
+# By name of the group, attributes of torch's ProcessGroupNCCL.Options, or of its `config`.
 NcclOptions = Mapping[str, Mapping[str, Any]]
 
 
@@ -237,7 +237,7 @@ def make_groups(
     for spec in specs:
         on_gpu = device.type == "cuda" and spec.traffic != "saving"
         options: Any = None
-        chosen = nccl.get(spec.options, {}) if on_gpu else {}
+        chosen = nccl.get(spec.name, {}) if on_gpu else {}
         key = (spec.traffic, spec.ranks, tuple(sorted(chosen.items())))
         if key not in made:
             if chosen:

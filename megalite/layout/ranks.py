@@ -133,11 +133,6 @@ class GroupSpec:
     traffic: Traffic
     ranks: tuple[int, ...]
 
-    @property
-    def options(self) -> str:
-        """The name by which the NCCL options file knows it: both directions of a pipeline are "pp"."""
-        return "pp" if self.traffic in ("forward", "backward") else self.name
-
 
 @dataclass(frozen=True)
 class GroupNeeds:
