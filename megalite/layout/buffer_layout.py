@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from math import prod
 from typing import Literal, NamedTuple
 
@@ -99,9 +99,10 @@ class BufferLayout:
         for number, bucket in enumerate(self.buckets):
             first = bucket.slice_size * (dense if bucket.kind == "dense" else expert)
             for slot in bucket.slots:
-                for box in slot.shard.boxes:
-                    start = slot.start + box.flat_start(slot.shard.shape)
-                    both = range(max(first, start), min(first + bucket.slice_size, start + prod(box.sizes)))
+                # In memory the boxes follow one another.
+                ends = accumulate((prod(box.sizes) for box in slot.shard.boxes), initial=slot.start)
+                for box, (start, stop) in zip(slot.shard.boxes, pairwise(ends), strict=True):
+                    both = range(max(first, start), min(first + bucket.slice_size, stop))
                     if both:
                         parts = (range(both.start - at, both.stop - at) for at in (start, slot.start, first))
                         found.append(OwnedRange(slot, number, box, *parts))

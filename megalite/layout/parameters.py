@@ -76,10 +76,6 @@ class ShardBox:
         """The box as an index into the rank's own tensor."""
         return tuple(slice(at, at + size) for at, size in zip(self.local_offsets, self.sizes, strict=True))
 
-    def flat_start(self, shape: tuple[int, ...]) -> int:
-        """The first flat index in the rank's own tensor, of `shape`: boxes of a shard follow one another there."""
-        return sum(at * prod(shape[dim + 1 :]) for dim, at in enumerate(self.local_offsets))
-
 
 @dataclass(frozen=True)
 class Shard:

@@ -202,6 +202,8 @@ def test_every_element_has_one_owner_and_its_ranges_show_the_same_elements(case:
                 name = each.slot.record.name
                 assert mine == values[name][each.in_parameter.start : each.in_parameter.stop].tolist()
                 assert len(mine) == len(each.in_parameter) == len(each.in_slice) > 0
+                local = np.arange(prod(each.slot.shard.shape)).reshape(each.slot.shard.shape)[each.box.local].ravel()
+                assert local[each.in_box.start : each.in_box.stop].tolist() == [*each.in_parameter]
                 seen[name] += mine
         assert {name: sorted(numbers) for name, numbers in seen.items()} == {
             name: value.tolist() for name, value in values.items()
