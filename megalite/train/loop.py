@@ -33,11 +33,12 @@ from megalite.errors.words import several
 from megalite.launch.context import ParallelContext, all_ranks_or_raise
 from megalite.launch.signals import StopSignals
 from megalite.launch.watchdog import SAVES, Doing, after_report_s
+from megalite.optim.schedule import learning_rate
 from megalite.pipeline.simulator import Span
 from megalite.train.build import Training, data_share
 from megalite.train.evaluate import evaluate, sample
 from megalite.train.history import PIPELINE, Record, RunLog, StatusFile, StepPart
-from megalite.train.metrics import Meter, lr_of
+from megalite.train.metrics import Meter
 from megalite.train.saving import Progress, Saver, TrainingStoppedError, check_replicas
 from megalite.train.step import PendingMetrics, TrainStep
 
@@ -178,7 +179,7 @@ def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatch
         metrics = train_step(
             data.microbatches,
             data.local_tokens,
-            lr_of(job.config, step),
+            learning_rate(step - 1, job.config.lr, peak=job.config.optimizer.lr, steps=job.config.train.steps),
             stop=job.stop.requested is not None,
             refused=bool(job.problems),
             next_local_tokens=None if coming is None or coming.planned.skipped else coming.local_tokens,
@@ -270,6 +271,7 @@ def profiled_step(job: Job, step: int) -> Iterator[None]:
     for its device. Each rank leaves a trace for ui.perfetto.dev, with the step and its parts as labelled ranges, and a
     table of the costliest operations, or a warning."""
     clock, cuda, label = job.training.clock, job.context.device.type == "cuda", ExitStack()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     thread, unheard = threading.get_ident(), clock.listener
 
     def begin(part: StepPart) -> None:
@@ -278,15 +280,14 @@ def profiled_step(job: Job, step: int) -> Iterator[None]:
             label.close()
             label.enter_context(record_function(f"part: {part}"))
 
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as record:
+    with profile(activities=activities) as record, record_function("train step"), label:
         clock.listener = begin
-        with record_function("train step"), label:
-            clock.restart()
-            yield
-            job.training.gather.finish()  # torch notes a transfer's end where its record was, freed or not
-            if cuda:
-                torch.cuda.synchronize(job.context.device)
-        clock.listener = unheard
+        clock.restart()
+        yield
+        job.training.gather.finish()  # torch notes a transfer's end where its record was, freed or not
+        if cuda:
+            torch.cuda.synchronize(job.context.device)
+    clock.listener = unheard
     path = job.folder.path / PROFILES / f"step-{step:08d}-rank-{job.context.rank:05d}"
     table = record.key_averages().table(sort_by=f"self_{'device' if cuda else 'cpu'}_time_total", row_limit=ROWS)
     try:

@@ -26,7 +26,6 @@ from megalite.data.batches import StepBatches
 from megalite.launch.context import ParallelContext
 from megalite.model.flops import flops_per_token, peak_flops
 from megalite.moe.balance import in_numbers
-from megalite.optim.schedule import learning_rate
 from megalite.train.history import STEP_PARTS, Record, RunLog, StepPart
 
 TimeSplit = dict[StepPart, float]  # seconds of this rank, by part of a step
@@ -46,14 +45,10 @@ class StepMetrics:
     skipped: bool  # nothing was updated: loss or gradient was not finite, there was no token, or input was refused
     stop: bool  # some rank was asked to stop
     refused: bool  # some rank's input was refused, it computed with nothing
+    lr: float
     loss_scale: float | None = None  # of fp16: the loss was multiplied by it before backward
     routing: torch.Tensor | None = None  # [layers with experts, 2 E + 5] of moe/balance.py, in host memory
     time_split: TimeSplit = field(default_factory=NO_TIME.copy)
-
-
-def lr_of(config: Config, step: int) -> float:
-    """The learning rate of a step, counted from 1."""
-    return learning_rate(step - 1, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
 
 
 class StepClock:
@@ -121,7 +116,7 @@ class Meter:
 
     def __init__(self, config: Config, context: ParallelContext, before: Mapping[str, Any]) -> None:
         """`before`: the newest line of a step that earlier starts have left, where the run's mean goes on; or empty."""
-        self._config, self._context, self._seq_length = config, context, config.train.seq_length
+        self._context, self._seq_length = context, config.train.seq_length
         self._run_s: float = before.get("training_s", 0.0)
         self._run_tokens: float = self._run_s * before.get("mean_tokens_per_s", 0.0)
         self._own_s: deque[float] = deque(maxlen=MOST)  # that this rank computed, by step
@@ -162,7 +157,7 @@ class Meter:
             "step": step,
             "tokens": tokens,
             "loss": metrics.loss,
-            "lr": lr_of(self._config, step),
+            "lr": metrics.lr,
             "grad_norm": metrics.grad_norm,
             "tokens_per_s": self._tokens / seconds,
             "mean_tokens_per_s": self._run_tokens / self._run_s,  # of the whole run

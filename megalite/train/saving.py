@@ -75,19 +75,11 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class DataState:
-    """Which data a run was trained on."""
-
-    fingerprint: str
-    description: str
-
-
-@dataclass(frozen=True)
 class SavedState:
     """A checkpoint's state.json. Fields with a default may be missing there."""
 
     progress: Progress
-    data: DataState
+    data: dict[str, str]  # that the run was trained on: its fingerprint and description
     config: dict[str, Any]
     loss_scale: list[float] | None = None
     tokenizer: dict[str, str] = field(default_factory=dict)  # hash of each file of its folder
@@ -240,7 +232,7 @@ class Saver:
         plain = asdict(
             SavedState(
                 job.progress,
-                DataState(job.data.fingerprint, job.data.description),
+                {"fingerprint": job.data.fingerprint, "description": job.data.description},
                 as_plain(job.config),
                 loss_scale=None if scale is None else scale.state.tolist(),
                 tokenizer=job.tokenizer_files,
