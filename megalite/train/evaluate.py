@@ -80,7 +80,7 @@ def evaluate(
             if not go_on():
                 return None
             sums.add(training.executor.evaluate(microbatches, one), microbatches)
-    if not training.has_loss or context.index("tp") > 0:
+    if not training.chunks[-1].has_loss or context.index("tp") > 0:
         sums.totals.zero_()  # other ranks of the same model add theirs
     if (world := context.group("world")) is not None:
         dist.all_reduce(sums.totals, group=world)

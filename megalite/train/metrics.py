@@ -119,8 +119,7 @@ class Meter:
         self._context, self._seq_length = context, config.train.seq_length
         self._run_s: float = before.get("training_s", 0.0)
         self._run_tokens: float = self._run_s * before.get("mean_tokens_per_s", 0.0)
-        self._own_s: deque[float] = deque(maxlen=MOST)  # that this rank computed, by step
-        self._whole_s: deque[float] = deque(maxlen=MOST)  # of these steps
+        self._splits: deque[TimeSplit] = deque(maxlen=MOST)
         name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
         self._peak = peak_flops(name, str(context.dtype).removeprefix("torch."))
         self._flops = [flops_per_token(config.model, self._seq_length, causal=causal) for causal in (False, True)]
@@ -142,8 +141,7 @@ class Meter:
         self._split = {part: self._split[part] + spent for part, spent in metrics.time_split.items()}
         if metrics.routing is not None and not metrics.skipped:
             self._routing = self._routing + metrics.routing
-        self._whole_s.append(sum(metrics.time_split.values()))
-        self._own_s.append(sum(metrics.time_split[part] for part in OWN))
+        self._splits.append(metrics.time_split)
 
     def line(self, *, tokens: int, bad_steps: int) -> Record | None:
         """The line of metrics.jsonl: the newest step, and means over the steps since the line before. None where there
@@ -183,15 +181,15 @@ class Meter:
         of its stage has a reason of its own (a hot device, a busy host), and slows all of its tensor-parallel group.
         """
         context = self._context
-        own = statistics.median(self._own_s or [0.0])
+        own = statistics.median([sum(split[part] for part in OWN) for split in self._splits] or [0.0])
         gathered = context.gather_json([round(memory_gib(context.device), 3), round(own, 6)])
         memory, compute = ([found[at] for found in gathered] for at in (0, 1))
         log.event("ranks", step, memory_gib=memory, compute_s=compute)
         stages = [context.layout.coordinates(rank)["pp"] for rank in range(context.world_size)]
-        for rank, times in stragglers(compute, stages).items() if len(self._own_s) >= FEWEST else ():
-            # Share of a step that it is longer by.
-            share = compute[rank] * (1 - 1 / times) / statistics.median(self._whole_s)
-            log.event("straggler", step, rank=rank, times=round(times, 2), share=round(share, 3), host=hosts[rank])
+        for rank, times in stragglers(compute, stages).items() if len(self._splits) >= FEWEST else ():
+            lost_s, step_s = compute[rank] * (1 - 1 / times), statistics.median(sum(it.values()) for it in self._splits)
+            words = {"times": round(times, 2), "share": round(lost_s / step_s, 3), "host": hosts[rank]}
+            log.event("straggler", step, rank=rank, **words)
 
 
 def stragglers(compute_s: Sequence[float], stages: Sequence[int]) -> dict[int, float]:

@@ -57,7 +57,7 @@ class TrainStep:
         self._partial_gradients = partial_gradients(training.buffers, context)
         embeds = any(chunk.embeds for chunk in training.chunks)
         self._counted_gradients = owned_for_norm(training.buffers, training.replicas, embeds=embeds)
-        self._counts_loss = training.has_loss and context.index("tp") == 0  # the ranks of tp compute the same one
+        self._counts_loss = training.chunks[-1].has_loss and context.index("tp") == 0  # ranks of tp compute the same
         self._zero = torch.zeros((), dtype=torch.float64, device=training.buffers.device)
         self._lr = torch.zeros_like(self._zero)
         self._routers = Routers(training.chunks)
