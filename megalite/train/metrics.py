@@ -62,9 +62,11 @@ class StepClock:
         self.listener: Callable[[StepPart], object] = lambda part: None  # called when a part begins: the profiler
         self.restart()
 
-    def restart(self) -> None:
-        """Leave out the time since the last step (an evaluation, a checkpoint)."""
-        self._begin_step(self._now())
+    def restart(self, now: Any = None) -> None:
+        """A step begins, by default at this moment: the time since the last step (an evaluation, say) is left out."""
+        self._marks: list[tuple[StepPart, Any]] = [("other", now or self._now())]  # the part that ended, and when
+        self.part = "other"
+        self.listener("other")
 
     def switch(self, part: StepPart) -> StepPart:
         """From now on time passes in `part`. Returns the part before."""
@@ -88,7 +90,7 @@ class StepClock:
         """A step ends here. What is returned gives the seconds of the step by part: on CUDA not to be called before the
         device has come to this point."""
         marks = [*self._marks, (self.part, self._now())]
-        self._begin_step(marks[-1][1])
+        self.restart(marks[-1][1])
 
         def read() -> TimeSplit:
             split = NO_TIME.copy()
@@ -97,11 +99,6 @@ class StepClock:
             return split
 
         return read
-
-    def _begin_step(self, now: Any) -> None:
-        self._marks: list[tuple[StepPart, Any]] = [("other", now)]  # the part that ended, and when
-        self.part = "other"
-        self.listener("other")
 
     def _now(self) -> Any:
         if not self._cuda:
