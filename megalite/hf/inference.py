@@ -88,8 +88,8 @@ def _own_data(saved: SavedModel, asked: Config, named: Set[str]) -> Work:
     train = replace(config.train, eval_interval=config.train.eval_interval or 1, eval_batches=count)
     config = replace(config, train=train)
     opened, known = open_data(config, prepare(config)), state.data
-    if opened.fingerprint != known.fingerprint:
-        rule = f"it is not the data of the run any more: {opened.description} now, {known.description} then"
+    if opened.fingerprint != known["fingerprint"]:
+        rule = f"it is not the data of the run any more: {opened.description} now, {known['description']} then"
         raise UserError(Problem("data", config.data.path, rule, NAME_DATA))
     if opened.validation is None:
         rule = "the run holds out nothing for validation"

@@ -70,7 +70,7 @@ ReadWeights = Callable[[str, ModelConfig, Container[str] | None], Iterator[tuple
 class Training:
     """All that a training step works on."""
 
-    chunks: list[GPT]  # of the model: the stages that are this rank's
+    chunks: list[GPT]  # of the model: the stages that are this rank's; the pipeline ends on the last one, if here
     executor: Executor
     buffers: TrainingBuffers
     optimizer: Optimizer
@@ -79,11 +79,6 @@ class Training:
     gather: ParameterGather
     loss_scale: LossScale | None  # in fp16
     clock: StepClock
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether the pipeline ends on this rank."""
-        return any(chunk.has_loss for chunk in self.chunks)
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:

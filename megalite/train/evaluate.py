@@ -58,12 +58,9 @@ class Sums:
                 self.totals[2] += (self._bytes[batch.labels] * batch.loss_mask).sum()
 
     def metrics(self) -> ValidationMetrics:
-        """UserError if no label counted."""
+        """The loss is nan if no label counted."""
         loss, tokens, size = self.totals.tolist()
-        if not tokens:
-            rule = "no token of the data to evaluate on is to be predicted"
-            raise UserError(Problem("data.mask_end_of_document", True, rule, "set it to false, or give more text"))
-        return ValidationMetrics(loss / tokens, int(tokens), int(size))
+        return ValidationMetrics(loss / tokens if tokens else math.nan, int(tokens), int(size))
 
 
 def evaluate(
@@ -82,7 +79,7 @@ def evaluate(
             if not go_on():
                 return None
             sums.add(training.executor.evaluate(microbatches, one), microbatches)
-    if not training.has_loss or context.index("tp") > 0:
+    if not training.chunks[-1].has_loss or context.index("tp") > 0:
         sums.totals.zero_()  # other ranks of the same model add theirs
     if (world := context.group("world")) is not None:
         dist.all_reduce(sums.totals, group=world)

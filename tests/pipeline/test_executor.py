@@ -242,11 +242,11 @@ def evaluate(context: ParallelContext, config: Config) -> dict[str, Any]:
     executor, batches = training.executor, microbatches(config, 5)
     losses = [executor.evaluate(batches[:count], ONE).item() for count in (1, 2, 5)]
     hidden = [executor.hidden(batch) for batch in batches]
-    assert all((each is not None) == training.has_loss for each in hidden)
+    assert all((each is not None) == training.chunks[-1].has_loss for each in hidden)
     assert not any(each is not None and each.requires_grad for each in hidden)
     return {
-        "losses": losses if training.has_loss else None,
-        "hidden": hidden if training.has_loss else None,
+        "losses": losses if training.chunks[-1].has_loss else None,
+        "hidden": hidden if training.chunks[-1].has_loss else None,
         "figures": vars(evaluate_batches(training, context, iter([batches[:2], batches[2:]]), np.arange(61))),
         "text": sample(training, context, [[3, 1, 4]], 12, seq_length=config.train.seq_length, seed=2)[0],
         "trained": executor.forward_backward(batches, ONE).item(),
