@@ -22,6 +22,7 @@ from megalite.context_parallel.attention import whole_sequence
 from megalite.context_parallel.exchange import CpGroups
 from megalite.data.batch import Batch
 from megalite.kernels.dropout import DropoutKey, DropoutStreams, Stream, hash_dropout
+from megalite.kernels.embed import main_grad_of
 from megalite.kernels.products import statistics_dtype
 from megalite.layout.stages import StageLayers
 from megalite.model.attention import BlockInputs, attention_mask
@@ -133,22 +134,6 @@ class GPT(nn.Module):
         pairs = zip(self.blocks, self._blocks(), strict=True)
         return {int(name): block.moe.router for name, block in pairs if block.moe is not None}
 
-    @property
-    def main_grad_parameters(self) -> list[str]:
-        """Parameters whose gradient backward can add straight into a buffer: those of layers with `main_grads`. A
-        compiler adds small ones in the pass that sums them up."""
-        layers = [(name, layer) for name, layer in self.named_modules() if hasattr(layer, "main_grads")]
-        return [f"{name}.{own}" for name, layer in layers for own, _ in layer.named_parameters(recurse=False)]
-
-    def set_main_grads(self, main_grads: Mapping[str, Tensor]) -> None:
-        """From now on add gradients of these parameters to the given fp32 (fp64) tensors of their shape."""
-        for name, main_grad in main_grads.items():
-            path, _, own = name.rpartition(".")
-            layer: Any = self.get_submodule(path)
-            if own == "weight" and main_grad.dim() > 1:  # [outputs, inputs], as the product that is added
-                main_grad = main_grad.view(-1, main_grad.shape[-1])
-            layer.main_grads[own] = main_grad
-
     def activation_shape(self, batch: Batch) -> tuple[int, int, int]:
         """The shape that stages send each other for a microbatch: [s, b, h], with sequence parallelism [s/t, b, h]."""
         b, s = batch.tokens.shape
@@ -190,7 +175,7 @@ class GPT(nn.Module):
             scale,
             TokenLoss(padded_vocabulary(self.config), self.place.tp, self.vocab_size, *extras),
             chunk_tokens=self.config.loss_chunk_tokens,
-            main_grad=head.main_grads.get("weight"),
+            main_grad=main_grad_of(head.weight),
             sequence_parallel=self.place.sequence_parallel,
             compile=self.compiled,
         )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megalite.config.schema import MoEConfig
+from megalite.kernels.embed import main_grad_of
 from megalite.kernels.grouped import RowGroups, add_grouped_transposed_products, grouped_product
 from megalite.moe.dispatch import ExpertRanks
 from megalite.tensor_parallel.deferred import DeferredWork
@@ -21,21 +22,10 @@ from megalite.tensor_parallel.layers import TpContext
 Activation = Callable[[Tensor], Tensor]
 
 
-class ExpertMatrix(nn.Module):
-    """One matrix of each local expert: weight [experts, *outputs, inputs], without values.
-
-    `main_grads`: empty, or a tensor of its size to which backward adds the gradient (fp32, fp64 in fp64).
-    """
-
-    def __init__(self, *shape: int, place: TpContext) -> None:
-        super().__init__()
-        self.weight = place.parameter(*shape)
-        self.main_grads: dict[str, Tensor] = {}
-
-
 class Experts(nn.Module):
     """This rank's experts, each a piece of the width where etp ranks share one. `inner`: name and outputs of the first
-    matrix, [2, width] of a gated activation and [width] of a plain one."""
+    matrix, [2, width] of a gated activation and [width] of a plain one. Weights are [local experts, *outputs, inputs],
+    without values."""
 
     def __init__(
         self,
@@ -51,20 +41,19 @@ class Experts(nn.Module):
         super().__init__()
         self.inner, (*gates, width) = inner
         self.activation, self.deferred, self.recompute, self.compiled = activation, place.deferred, recompute, False
-        local, matrix = config.num_experts // ranks.ep, partial(ExpertMatrix, place=place)
-        self.add_module(self.inner, matrix(local, *gates, width // ranks.etp, hidden_size))
-        self.down = matrix(local, hidden_size, width // ranks.etp)
+        local, width = config.num_experts // ranks.ep, width // ranks.etp
+        shapes = {self.inner: (local, *gates, width, hidden_size), "down": (local, hidden_size, width)}
+        for name, shape in shapes.items():
+            self.add_module(name, nn.ParameterDict({"weight": place.parameter(*shape)}))
 
     def forward(self, rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
         """weights [m] * down(activation(inner rows)) of each row's expert: rows [m, h] -> [m, h], where etp ranks share
         experts a term of the sum. Rows of no expert give 0 and have no gradient, or nobody reads what they give."""
-        inner = getattr(self, self.inner)
+        inner, down = (self.get_parameter(f"{name}.weight") for name in (self.inner, "down"))
         passes = _compiled_passes() if self.compiled else (_scaled, _scaled_backward)
-        main_grads = inner.main_grads.get("weight"), self.down.main_grads.get("weight")
+        main_grads = main_grad_of(inner), main_grad_of(down)
         options = self.activation, passes, main_grads, self.deferred, self.recompute
-        return _ExpertMLP.apply(  # type: ignore[no-any-return]
-            rows, weights, inner.weight, self.down.weight, groups, *options
-        )
+        return _ExpertMLP.apply(rows, weights, inner, down, groups, *options)  # type: ignore[no-any-return]
 
 
 class _ExpertMLP(torch.autograd.Function):
