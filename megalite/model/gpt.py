@@ -62,8 +62,8 @@ class GPT(nn.Module):
     `stage` says which layers are here, maybe none, whether tokens enter here, and whether final norm, head (if tied, a
     copy of the word embedding) and loss are here. With `tp` it holds this rank's shard of every layer, and of experts
     those that are its own among `expert_ranks`; with `context` it computes this rank's part of each sequence.
-    `router_metrics` [layers here with experts, 2 E + 5] (balance.py) are summed up over the microbatches of training
-    until someone sets them to 0.
+    `router_metrics` [layers of the model with experts, 2 E + 5] (balance.py), 0 of those elsewhere, are summed up over
+    the microbatches of training until someone sets them to 0.
     """
 
     embedding: Embedding
@@ -102,7 +102,9 @@ class GPT(nn.Module):
             self.embedding = Embedding(model, self.place, positions=positions)
         self.blocks = nn.ModuleDict({str(layer): self._block(layer, train, expert_ranks) for layer in layers})
         width = 2 * model.moe.num_experts + AFTER_COUNTS
-        self.router_metrics = torch.zeros(len(self.routers), width, dtype=torch.float64, device=device)
+        self.router_metrics = torch.zeros(len(model.expert_layers), width, dtype=torch.float64, device=device)
+        first = sum(layer < layers.start for layer in model.expert_layers)
+        self._own_metrics = self.router_metrics[first:][: len(self.routers)]
         if self.has_loss:
             self.final_norm = build_norm(model, self.place)
             if not model.tie_embeddings:
@@ -248,7 +250,7 @@ class GPT(nn.Module):
             else:
                 x = block(x, inputs)
         if shared.routing and self.training and torch.is_grad_enabled():
-            self.router_metrics += torch.stack(shared.routing)
+            self._own_metrics += torch.stack(shared.routing)
         return x
 
     def _head(self) -> VocabParallelEmbedding:
@@ -263,8 +265,6 @@ class Routers:
     def __init__(self, chunks: Sequence[GPT]) -> None:
         self._chunks = chunks
         self._layers = chunks[0].config.expert_layers  # of the whole model
-        self._width = chunks[0].config.moe.num_experts * 2 + AFTER_COUNTS
-        self._device = chunks[0].device
 
     def start_step(self) -> None:
         """Forget the counts of the step before."""
@@ -274,11 +274,7 @@ class Routers:
     def figures(self) -> Tensor:
         """What this rank counted in the step, [layers of the model with experts, 2 E + 5] fp64 (balance.py): 0 where a
         layer is elsewhere, so that the sum over all ranks is the whole model's."""
-        table = torch.zeros(len(self._layers), self._width, dtype=torch.float64, device=self._device)
-        for chunk in self._chunks:
-            for layer, row in zip(chunk.routers, chunk.router_metrics, strict=True):
-                table[self._layers.index(layer)] = row
-        return table
+        return torch.stack([chunk.router_metrics for chunk in self._chunks]).sum(0)
 
     def update(self, table: Tensor, skip: Tensor) -> None:
         """After a step, with the sum over all ranks; nothing changes where `skip` (0-d) is 1."""

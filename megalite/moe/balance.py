@@ -172,8 +172,9 @@ def _shares(counts: Tensor, moe: MoEConfig, masks: TokenMasks) -> Tensor:
     return counts / (moe.top_k * lengths.clamp(min=1).unsqueeze(1))
 
 
-class _AddToLoss(torch.autograd.Function):
-    """Megatron-core's way for a loss from the middle of a model: it enters where backward passes the tensor."""
+class AddToLoss(torch.autograd.Function):
+    """x; whatever loss is made of it, `loss` (0-d) is added to that: it enters where backward passes x, which is
+    Megatron-core's way for a loss from the middle of a model."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -183,11 +184,6 @@ class _AddToLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         return grads[0], ctx.saved_tensors[0]
-
-
-def add_to_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """x; whatever loss is made of it, `loss` (0-d) is added to that."""
-    return _AddToLoss.apply(x, loss)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()

@@ -61,8 +61,7 @@ def dispatch(
     """
     if ranks.group is not None and how == "alltoall":
         return _exchanged(x, choice, experts, compute, ranks, ranks.group, beside)
-    alone = ranks.group is None
-    y = _on_one_rank(x, choice, experts, compute) if alone else _gathered(x, choice, experts, compute, ranks)
+    y = _gathered(x, choice, experts, compute, ranks)
     return y if beside is None else y + beside()
 
 
@@ -73,29 +72,26 @@ def _by_expert(choice: Choice, experts: int) -> tuple[Tensor, Tensor]:
     return flat.argsort(stable=True), count_choices(flat, experts)
 
 
-def _on_one_rank(x: Tensor, choice: Choice, experts: int, compute: Compute) -> Tensor:
-    """Rows of no expert stay at the end, zeros or left out of sums: nobody needs to know how many they are."""
-    order, counts = _by_expert(choice, experts)
-    groups = RowGroups.of(counts)
-    used = groups.ends[-1:] if groups.on_host is None else None
-    rows = Rows.of_choices(order, *choice.experts.shape, complete=True, used=used)
-    return rows.sum(compute(rows.take(x), choice.weights.flatten()[order], groups))
-
-
 def _gathered(x: Tensor, choice: Choice, experts: int, compute: Compute, ranks: ExpertRanks) -> Tensor:
+    """A rank alone gathers nothing, and its rows of no expert stay at the end, zeros or left out of sums: nobody needs
+    to know how many they are. Of several ranks, each would have ep times as many rows."""
     local, group = experts // ranks.ep, ranks.group
-    assert group is not None
-    with ranks.waiting():
-        all_x, weights = gather_for_terms(x, group), gather_for_terms(choice.weights, group)
-        chosen = finish(start_all_gather(choice.experts, group)) - ranks.ep_index * local
-    chosen = chosen.masked_fill((chosen < 0) | (chosen >= local), local)
-    order, counts = _by_expert(Choice(chosen, weights), local)
-    numbers = counts.tolist()  # waits for the device: else there would be ep times as many rows
-    order = order[: sum(numbers)]
-    rows = Rows.of_choices(order, *chosen.shape, complete=False)
-    taken = rows.take(all_x)
-    del all_x  # makes room for what experts compute
-    terms = rows.sum(compute(taken, weights.flatten()[order], RowGroups(counts, numbers)))
+    if group is not None:
+        with ranks.waiting():
+            x, weights = gather_for_terms(x, group), gather_for_terms(choice.weights, group)
+            chosen = finish(start_all_gather(choice.experts, group)) - ranks.ep_index * local
+        choice = Choice(chosen.masked_fill((chosen < 0) | (chosen >= local), local), weights)
+    order, counts = _by_expert(choice, local)
+    groups = RowGroups.of(counts) if group is None else RowGroups(counts, counts.tolist())  # waits for the device
+    if group is not None and groups.on_host is not None:
+        order = order[: sum(groups.on_host)]
+    used = groups.ends[-1:] if groups.on_host is None else None
+    rows = Rows.of_choices(order, *choice.experts.shape, complete=group is None, used=used)
+    taken = rows.take(x)
+    del x  # makes room for what experts compute
+    terms = rows.sum(compute(taken, choice.weights.flatten()[order], groups))
+    if group is None:
+        return terms
     with ranks.waiting():
         return reduce_scatter_to_sequence_parallel(terms, group)
 

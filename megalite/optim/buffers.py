@@ -127,8 +127,8 @@ def _shard_of(value: Tensor, slot: BufferSlot) -> Tensor:
 
 
 def _add_gradient(total: Tensor, parameter: Tensor) -> None:
-    """Add the gradient of the parameter to `total`, and forget it."""
-    assert parameter.grad is not None
-    # The sum of two dtypes is one kernel on CUDA, and on CPUs several times slower than that of one.
-    total.add_(parameter.grad if total.is_cuda else parameter.grad.to(total.dtype))
-    parameter.grad = None
+    """Add what autograd sums of the parameter's gradient to `total`, and forget it."""
+    if parameter.grad is not None:
+        # The sum of two dtypes is one kernel on CUDA, and on CPUs several times slower than that of one.
+        total.add_(parameter.grad if total.is_cuda else parameter.grad.to(total.dtype))
+        parameter.grad = None
