@@ -87,9 +87,9 @@ class GPT(nn.Module):
         self.vocab_size, self.compiled, self.kernels = model.vocab_size, train.compile, train.attention
         self.label_smoothing, self.z_loss = train.label_smoothing, train.z_loss
         self.deferred = DeferredWork()  # weight gradients of linear layers, of a backward that it collects
-        sequence_parallel = bool(config.parallel.sequence_parallel) and tp is not None
+        sequence = tp if config.parallel.sequence_parallel else None
         # A compiled backward cannot defer work.
-        self.place = TpContext(dtype, device, tp, sequence_parallel, None if train.compile else self.deferred)
+        self.place = TpContext(dtype, device, tp, sequence, None if train.compile else self.deferred)
         self.sharing = self.place.sequence if context is None else context.sharing  # ranks with parts of one sequence
         self.recomputed = range(0)  # layers whose blocks backward computes again
         if train.recompute == "full":
@@ -178,7 +178,7 @@ class GPT(nn.Module):
             TokenLoss(padded_vocabulary(self.config), self.place.tp, self.vocab_size, *extras),
             chunk_tokens=self.config.loss_chunk_tokens,
             main_grad=main_grad_of(head.weight),
-            sequence_parallel=self.place.sequence_parallel,
+            sequence_parallel=self.place.sequence is not None,
             compile=self.compiled,
         )
 

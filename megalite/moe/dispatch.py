@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from megalite.kernels.grouped import RowGroups
 from megalite.launch.context import ParallelContext
 from megalite.moe.router import Choice, count_choices
-from megalite.moe.rows import Rows
+from megalite.moe.rows import Rows, inverse
 from megalite.tensor_parallel.collectives import TensorGroup, finish, start_all_gather, start_all_to_all
 from megalite.tensor_parallel.mappings import gather_for_terms, reduce_scatter_to_sequence_parallel
 
@@ -60,7 +60,7 @@ def dispatch(
     With `beside`, plus what that returns ([t, h]): it is called while tokens are on their way, where that can be.
     """
     if ranks.group is not None and how == "alltoall":
-        return _exchanged(x, choice, experts, compute, ranks, ranks.group, beside)
+        return _exchanged(x, choice, experts, compute, ranks, beside)
     y = _gathered(x, choice, experts, compute, ranks)
     return y if beside is None else y + beside()
 
@@ -96,16 +96,9 @@ def _gathered(x: Tensor, choice: Choice, experts: int, compute: Compute, ranks: 
         return reduce_scatter_to_sequence_parallel(terms, group)
 
 
-def _exchanged(
-    x: Tensor,
-    choice: Choice,
-    experts: int,
-    compute: Compute,
-    ranks: ExpertRanks,
-    group: TensorGroup,
-    beside: Beside,
-) -> Tensor:
-    local, members = experts // ranks.ep, len(ranks.ep_of)
+def _exchanged(x: Tensor, choice: Choice, experts: int, compute: Compute, ranks: ExpertRanks, beside: Beside) -> Tensor:
+    local, members, group = experts // ranks.ep, len(ranks.ep_of), ranks.group
+    assert group is not None
     order, counts = _by_expert(choice, experts)
     of_part = counts.view(ranks.ep, local).sum(1)
     with ranks.waiting():
@@ -129,7 +122,7 @@ def _exchanged(
     of_expert = of_expert.repeat_interleave(from_members.flatten(), output_size=sum(receives))
     together = of_expert.argsort(stable=True)
     groups = RowGroups(from_members.sum(0), [sum(arriving[expert::local]) for expert in range(local)])
-    own = Rows.reordered(together)
+    own = Rows(together, inverse(together), None)
     taken = own.take(arrived)
     del arrived, on_their_way  # makes room for what experts compute
     back = _Exchange(receives, sends, group, ranks.waiting)

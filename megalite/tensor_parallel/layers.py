@@ -22,22 +22,17 @@ from megalite.tensor_parallel.mappings import reduce_from_tensor_parallel, reduc
 class TpContext:
     """Where the tensors of a model live, and the ranks of `tp` among which each layer is split (None: it is whole).
 
-    With `sequence_parallel` activations between the layers are this rank's part of the sequence, [s/t, b, h]; else they
-    are whole on every rank, [s, b, h]. `deferred` is where linear layers put off weight gradients, `fp8` the
-    recipe by which they round what they multiply (kernels/fp8.py).
+    Where the ranks of `sequence`, which are those of `tp`, divide the sequence between the layers, activations there
+    are this rank's part of it, [s/t, b, h]; else they are whole on every rank, [s, b, h]. `deferred` is where linear
+    layers put off weight gradients, `fp8` the recipe by which they round what they multiply (kernels/fp8.py).
     """
 
     dtype: torch.dtype
     device: torch.device
     tp: TensorGroup | None = None
-    sequence_parallel: bool = False
+    sequence: TensorGroup | None = None
     deferred: DeferredWork | None = None
     fp8: str | None = None
-
-    @property
-    def sequence(self) -> TensorGroup | None:
-        """The ranks that divide the sequence between the layers."""
-        return self.tp if self.sequence_parallel else None
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """A parameter without values."""

@@ -103,7 +103,7 @@ def on_a_rank(context: ParallelContext, cases: list[Case]) -> list[Outcome]:
     group, size, index = TensorGroup.of(context.group("tp")), context.size("tp"), context.index("tp")
     outcomes = []
     for case in cases:
-        place = TpContext(torch.float64, CPU, group, case.sequence)
+        place = TpContext(torch.float64, CPU, group, group if case.sequence else None)
         layer: Any = (
             RowParallelLinear(*case.outputs, INPUTS, place, bias=case.bias)
             if case.row
@@ -202,7 +202,9 @@ def embeddings(context: ParallelContext, cases: list[Lookup]) -> list[tuple[Tens
     group, size, index = TensorGroup.of(context.group("tp")), context.size("tp"), context.index("tp")
     outcomes = []
     for case in cases:
-        table = VocabParallelEmbedding(case.rows, 4, TpContext(torch.float64, CPU, group, case.sequence))
+        table = VocabParallelEmbedding(
+            case.rows, 4, TpContext(torch.float64, CPU, group, group if case.sequence else None)
+        )
         held = shard_of((case.rows, 4), Split(0, uneven=True), size, index)
         table.weight.data.copy_(cut(drawn(1, case.rows, 4), held))
         if case.with_main_grad:
@@ -237,7 +239,7 @@ def test_ranks_hold_uneven_rows_and_their_own_share_of_shared_groups() -> None:
 
 
 def test_one_rank_is_the_plain_torch_path() -> None:
-    alone = TpContext(torch.float64, CPU, None, True)
+    alone = TpContext(torch.float64, CPU)
     x = torch.ones(4, 2, 8, dtype=torch.float64)
     table, tokens = VocabParallelEmbedding(10, 8, alone), torch.zeros(4, 2, dtype=torch.int64)
     column = ColumnParallelLinear((2, 3), 8, Split(1), alone, bias=True)
