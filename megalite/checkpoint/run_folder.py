@@ -39,8 +39,7 @@ from megalite.config.files import (
     write_atomically,
 )
 from megalite.config.settings import leaves, yaml_value
-from megalite.errors.problems import Problem, UserError, refuse
-from megalite.errors.words import plain
+from megalite.errors.problems import Problem, UserError, plain, refuse
 from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
 
 TOKENIZER = "tokenizer"
