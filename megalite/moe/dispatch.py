@@ -74,7 +74,7 @@ def _by_expert(choice: Choice, experts: int) -> tuple[Tensor, Tensor]:
 
 def _gathered(x: Tensor, choice: Choice, experts: int, compute: Compute, ranks: ExpertRanks) -> Tensor:
     """A rank alone gathers nothing, and its rows of no expert stay at the end, zeros or left out of sums: nobody needs
-    to know how many they are. Of several ranks, each would have ep times as many rows."""
+    to know how many they are."""
     local, group = experts // ranks.ep, ranks.group
     if group is not None:
         with ranks.waiting():
@@ -82,9 +82,11 @@ def _gathered(x: Tensor, choice: Choice, experts: int, compute: Compute, ranks: 
             chosen = finish(start_all_gather(choice.experts, group)) - ranks.ep_index * local
         choice = Choice(chosen.masked_fill((chosen < 0) | (chosen >= local), local), weights)
     order, counts = _by_expert(choice, local)
-    groups = RowGroups.of(counts) if group is None else RowGroups(counts, counts.tolist())  # waits for the device
-    if group is not None and groups.on_host is not None:
-        order = order[: sum(groups.on_host)]
+    if group is None:
+        groups = RowGroups.of(counts)
+    else:
+        numbers = counts.tolist()  # waits for the device: else there would be ep times as many rows
+        groups, order = RowGroups(counts, numbers), order[: sum(numbers)]
     used = groups.ends[-1:] if groups.on_host is None else None
     rows = Rows.of_choices(order, *choice.experts.shape, complete=group is None, used=used)
     taken = rows.take(x)
