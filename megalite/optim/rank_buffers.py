@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from megalite.config.layout import stage_settings
 from megalite.config.schema import OPTIMIZERS, Config, OptimizerConfig
-from megalite.layout.buffer_layout import BufferLayout, Kind, OwnedRange, buffer_layout
+from megalite.layout.buffer_layout import BufferLayout, Kind, buffer_layout
 from megalite.layout.parameters import ParameterRecord, is_held
 from megalite.layout.ranks import GroupNeeds, ParallelLayout, groups_of
 from megalite.layout.stages import stages_of
@@ -32,10 +32,6 @@ class RankBuffers:
     def index(self) -> dict[Kind, int]:
         """Which slice of every bucket is the rank's own, by kind of parameters."""
         return {kind: ranks.index(self.rank) for kind, ranks in self.owners.items()}
-
-    @property
-    def owned(self) -> tuple[OwnedRange, ...]:
-        return self.layout.owned(self.index["dense"], self.index["expert"])
 
 
 def rank_buffers(config: Config, world: ParallelLayout, rank: int) -> RankBuffers:

@@ -166,16 +166,14 @@ class ParameterGather:
 
     def wait_for(self, part: str) -> None:
         """Return when all parameters of this part of the model (see `part_of`) are there."""
-        self._wait_for(self._buckets_of.get(part, set()) & self._pending.keys())
+        for number in sorted(self._buckets_of.get(part, set()) & self._pending.keys(), reverse=True):  # as started
+            with self._waiting():
+                self._pending.pop(number).wait()
 
     def finish(self) -> None:
         """Return when all parameters are there."""
-        self._wait_for(set(self._pending))
-
-    def _wait_for(self, numbers: set[int]) -> None:
-        for number in sorted(numbers, reverse=True):  # as they were started
-            with self._waiting():
-                self._pending.pop(number).wait()
+        for part in reversed(self._buckets_of):
+            self.wait_for(part)
 
 
 def part_of(name: str) -> str:

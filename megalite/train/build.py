@@ -145,11 +145,9 @@ def build_training(config: Config, context: ParallelContext) -> Training:
     comm_dtype = dtype_of(settings.communication_dtype or settings.gradient_dtype, context.dtype)
     waiting = partial(clock.within, "communication")
     gather = ParameterGather(buffers, replicas, overlap=settings.overlap, waiting=waiting)
-    own_grads = [name for chunk in chunks for name in chunk.main_grad_parameters]
-    main_grads = buffers.attach(*chunks, with_main_grad=own_grads)
+    buffers.attach(*chunks)
     sync = GradientSync(buffers, chunks, replicas, comm_dtype=comm_dtype, overlap=settings.overlap)
     for chunk in chunks:
-        chunk.set_main_grads({name: main_grads[name] for name in chunk.main_grad_parameters})
         chunk.before_use = gather.wait_for
     ways = {way: group for way in get_args(Direction) if (group := context.group(f"pp-{way}")) is not None}
     request = partial(ScheduleRequest, axes.schedule, axes.pp, vpp=axes.vpp, group_size=axes.microbatch_group_size)
