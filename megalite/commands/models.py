@@ -14,8 +14,8 @@ from megalite.commands.command import COUNT, Shown, command, option
 from megalite.config.arguments import number_from
 from megalite.config.compose import load_part
 from megalite.config.overrides import typed
+from megalite.config.rules import unusable_path
 from megalite.config.schema import Config
-from megalite.config.settings import unusable
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse, to_stderr
 from megalite.errors.words import plain
 from megalite.observe.report.page import write_report
@@ -47,7 +47,7 @@ def prepare(options: Namespace, overrides: list[str]) -> Shown:
     if verify == (output is not None):
         given, rule = str(output or NO_VALUE), "either that or --verify is needed"
         problems.append(Problem("--output", given, rule, "--output PREFIX"))
-    if output and (problem := unusable("--output", output)):
+    if output and (problem := unusable_path("--output", output)):
         problems.append(problem)
     if output and output.name in ("", ".."):
         problems.append(Problem("--output", str(output), "is a folder: it names no file", "--output tokens/corpus"))

@@ -25,9 +25,9 @@ from megalite.config.arguments import read_arguments, shown
 from megalite.config.derive import derive
 from megalite.config.files import absolute, read_yaml, refusing
 from megalite.config.model_folder import holds_tokenizer, imported_model_settings
-from megalite.config.rules import check, unused
+from megalite.config.rules import bounds, check, unused
 from megalite.config.schema import Config
-from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, bounds, leaves, nested, with_values
+from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, leaves, nested, with_values
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse
 
 OF_ONE_START = ("run_dir", "resume", "launch.preflight", "launch.status_file", "train.max_minutes")
@@ -146,7 +146,7 @@ def _value(tree: DictConfig, name: str, written: Any) -> Any:
             value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
         if overrides.secret_value(str(value)):  # it came in by a file or by ${oc.env:NAME}
             raise UserError(overrides.secret_problem(name))
-        return setting.typed(value)
+        return overrides.of_type(setting, value)
     except OmegaConfBaseException as error:
         raise UserError(Problem(name, written, overrides.in_one_line(error), setting.as_default)) from error
     except (ValueError, OverflowError) as error:  # the latter: 400 digits, and no point among them

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.files import read_object
-from megalite.config.rule import Case, problems_of
+from megalite.config.rule import Case, outside, problems_of
 from megalite.config.rules import RULES
 from megalite.config.schema import Config, ModelConfig
-from megalite.config.settings import SETTINGS, outside, with_values
+from megalite.config.settings import SETTINGS, with_values
 from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse
 from megalite.hf.families import FAMILIES
 from megalite.hf.families.llama import RotaryFamily

@@ -7,6 +7,7 @@ What looks like a secret is refused, because command lines and saved configs are
 import re
 import shlex
 import sys
+import typing
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -26,7 +27,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.files import read_yaml, refusing
-from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, leaves, yaml_value
+from megalite.config.rule import outside
+from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, Setting, leaves, yaml_value
 from megalite.errors.problems import NO_VALUE, Problem, UserError, shortened
 from megalite.errors.words import nearest, similarity
 
@@ -76,6 +78,7 @@ FOREIGN_WORDS = {  # what the same is called in nanoGPT, Megatron-LM and transfo
     "run_dir": "output_dir",
 }
 BY_WORD = {word: name for name, words in FOREIGN_WORDS.items() for word in words.split()}
+YES, NO = ("true", "yes", "y", "on", "1"), ("false", "no", "n", "off", "0")
 
 
 class Files(NamedTuple):
@@ -189,12 +192,40 @@ def read_override(text: str, files: Files) -> tuple[dict[str, str], dict[str, An
     if "." in name or not (choices := files.options(name)):
         return {}, {name: value}
     if value not in choices:
-        meant = [f"{one.name}={value}" for one in SETTINGS.values() if one.leaf == name and one.takes(value)]
+        meant = [f"{one.name}={value}" for one in SETTINGS.values() if one.leaf == name and takes(one, value)]
         near = nearest(str(value), choices, cutoff=0.3)
         hint = (meant or [f"{name}={near} is the nearest" if near else f"{name}={choices[0]}"])[0]
         rule = f"unknown choice: there is no conf/{name}/{value}.yaml"
         raise UserError(Problem(name, value, rule, f"{hint}; choices: {', '.join(choices)}"))
     return {name: str(value)}, {}
+
+
+def of_type(setting: Setting, value: Any) -> Any:
+    """A value from YAML or a command line as the setting's type; ValueError or OverflowError for another type."""
+    several = typing.get_origin(setting.kind) is list
+    if setting.nullable and (value is None or (value == "auto" and setting.kind is bool)):
+        return None
+    if several != isinstance(value, list) and setting.kind is not Any:
+        raise ValueError(value)
+    kind = typing.get_args(setting.kind)[0] if several else setting.kind
+    return [_single(kind, one) for one in value] if isinstance(value, list) else _single(kind, value)
+
+
+def _single(kind: Any, value: Any) -> Any:
+    if kind is bool and (word := str(value).lower()) in (*YES, *NO):
+        return word in YES
+    others: dict[Any, tuple[type, ...]] = {bool: (object,), int: (bool, float), float: (bool,)}
+    if value is None or isinstance(value, (list, dict, *others.get(kind, ()))):
+        raise ValueError(value)
+    return value if kind is Any else kind(value)
+
+
+def takes(setting: Setting, value: Any) -> bool:
+    """Whether the value is of the setting's type and within its bounds."""
+    try:
+        return (one := of_type(setting, value)) is None or outside(setting, one) is None
+    except (ValueError, OverflowError):
+        return False
 
 
 def as_override(value: Any) -> str:
@@ -219,7 +250,7 @@ def unknown(name: str, value: Any) -> Problem:
         return Problem(name, value, "is a group of settings", f"{name}=NAME of a file, or its settings: {name}.NAME")
     hint = "all settings are in docs/configuration.md"
     if near := nearest_setting(name):
-        fits = near not in SETTINGS or SETTINGS[near].takes(value)
+        fits = near not in SETTINGS or takes(SETTINGS[near], value)
         hint = f"did you mean {typed(near, value) if fits else f'{near}: {SETTINGS[near].words}'} ?"
     return Problem(name, value, "unknown setting", hint)
 

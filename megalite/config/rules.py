@@ -1,9 +1,10 @@
 """Everything that makes a config unusable, as a list of problems; all of them are found before torch is imported.
 
-`settings.py` judges each setting on its own, a rule of `RULES` joins several (`rule.py` says what a rule is). What this
+`bounds` judges each setting on its own, a rule of `RULES` joins several (`rule.py` says what a rule is). What this
 machine must have is in `machine_rules.py`. A rule that speaks of a setting that is already refused stays silent.
 """
 
+import os
 import re
 from collections.abc import Collection, Iterator
 from ctypes import c_float
@@ -15,10 +16,10 @@ from megalite.config import layout
 from megalite.config.clashes import NO_EFFECT, clashes, full_name
 from megalite.config.derive import NAME, schedule_request
 from megalite.config.machine_rules import MACHINE_RULES
-from megalite.config.rule import Case, Found, Rule, broken, problems_of, routes, speaks_of
+from megalite.config.rule import Case, Found, Rule, broken, outside, problems_of, routes, speaks_of
 from megalite.config.schedule_rules import schedule_flaws
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS, bounds, outside, with_values
+from megalite.config.settings import SETTINGS, value_of, with_values
 from megalite.config.step_plan import batch_ramp, ramp_flaw
 from megalite.errors.problems import Problem
 from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, EXPERT_NAME, strides_of
@@ -26,6 +27,11 @@ from megalite.layout.stages import stage_counts
 
 BLOCK = 16  # tokens: the shortest piece of a ring's sequence that fills the rows of a matrix unit
 ROUNDED = [one for one in SETTINGS.values() if one.kind in (float, list[float]) and one.group != "data"]
+PLACES = (
+    *("run_dir", "tokenizer", "data.path", "data.cache_dir", "checkpoint.init_from", "parallel.nccl_options"),
+    "launch.status_file",
+)
+LONGEST_NAME = 255  # bytes of a file's name, in any usual file system
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
 # A switch, the value of it that is needed (or a larger number), and settings that have no effect without it.
@@ -68,6 +74,24 @@ def check(config: Config, world_size: int, doubtful: Collection[str] = ()) -> li
     problems += problems_of(Case(judged, world_size), RULES, refused)
     found = (problem for rule in MACHINE_RULES for problem in rule(judged))
     return problems + [problem for problem in found if not speaks_of([problem.setting], refused)]
+
+
+def bounds(config: Config) -> Iterator[Problem]:
+    """Choices, limits, finiteness and usable paths of every setting on its own."""
+    for setting in SETTINGS.values():
+        if (value := value_of(config, setting.name)) is not None:
+            problem = outside(setting, value) or (setting.name in PLACES and unusable_path(setting.name, value))
+            yield from [problem] if problem else []
+
+
+def unusable_path(name: str, value: Any) -> Problem | None:
+    """The problem with a path, or with one of several, that no file system takes; `name` is the setting."""
+    for path in map(os.path.expanduser, map(str, value if isinstance(value, list) else [value])):
+        empty = not path and name != "tokenizer"  # its rule names the choices
+        too_long = any(len(os.fsencode(part)) > LONGEST_NAME for part in path.split("/"))
+        if empty or too_long or "\0" in path or path.startswith("~"):  # of a user who is unknown
+            return Problem(name, value, "no file can have this name", "another path; ./~NAME for such a name")
+    return None
 
 
 def unused(config: Config) -> list[str]:

@@ -8,6 +8,7 @@ import yaml  # type: ignore[import-untyped]
 
 from megalite.config.clashes import full_name
 from megalite.config.derive import derive
+from megalite.config.overrides import of_type
 from megalite.config.rules import check
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, with_values
@@ -242,7 +243,7 @@ def config_of(line: str) -> Config:
     """A config given as `name=value` words; without Hydra, which would take most of the time."""
     words = {full_name(word.partition("=")[0]): word.partition("=")[2] for word in shlex.split(line)}
     plain = {name: yaml.safe_load(value) if value else value for name, value in words.items()}
-    return with_values(Config(), {name: SETTINGS[name].typed(value) for name, value in plain.items()})
+    return with_values(Config(), {name: of_type(SETTINGS[name], value) for name, value in plain.items()})
 
 
 def problems_of(line: str, world_size: int) -> list[Problem]:
