@@ -33,6 +33,7 @@ from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refu
 OF_ONE_START = ("run_dir", "resume", "launch.preflight", "launch.status_file", "train.max_minutes")
 _VARIABLE = re.compile(r"oc\.env\s*:\s*['\"]?([^,}\s'\"]+)")
 
+DEFAULTS = {name: setting.default for name, setting in SETTINGS.items()}
 Values = Mapping[str, Any]  # by the names of settings
 
 
@@ -66,7 +67,7 @@ def load_values(words: Sequence[str], reads: Sequence[str]) -> Config:
     """The defaults with the values that overrides give the settings in `reads`, each checked on its own: no rule that
     joins settings is asked. Other settings must exist, and their values are left out."""
     found, problems, doubtful, _ = _read(read_arguments(words))
-    config = with_values(found, {name: setting.default for name, setting in SETTINGS.items() if name not in reads})
+    config = with_values(found, {name: DEFAULTS[name] for name in DEFAULTS.keys() - reads})
     refuse([*problems, *(problem for problem in bounds(config) if problem.setting not in doubtful)])
     return config
 
@@ -98,12 +99,11 @@ def _read(arguments: Namespace) -> tuple[Config, list[Problem], set[str], list[s
     found = collect(partial(overrides.composed, files, choices), problems)
     all_of_them = choices.keys() - GROUPS.keys()  # a recipe may set anything
     names = {*command} | {name for name, setting in SETTINGS.items() if setting.group in choices or all_of_them}
-    by_files = {name: (found or {}).get(name, setting.default) for name, setting in SETTINGS.items()}
-    if by_files["tokenizer"] == SETTINGS["tokenizer"].default and "tokenizer" not in command:
+    by_files = DEFAULTS | (found or {})
+    if by_files["tokenizer"] == DEFAULTS["tokenizer"] and "tokenizer" not in command:
         names.discard("tokenizer")  # a recipe that does not speak of it leaves it to the weights
-    strange = {name: value for name, value in {**(found or {}), **command}.items() if name not in SETTINGS}
-    problems += [overrides.unknown(name, value) for name, value in strange.items()]
-    written = {name: command.get(name, value) for name, value in by_files.items()}
+    written = by_files | command
+    problems += [overrides.unknown(name, value) for name, value in written.items() if name not in SETTINGS]
     departures = tuple(name for name in SETTINGS if written[name] != by_files[name])
     values, wrong = _resolved(written)
     given = dict[str, list[str]]()
@@ -130,9 +130,9 @@ def _read(arguments: Namespace) -> tuple[Config, list[Problem], set[str], list[s
 
 def _resolved(written: Values) -> tuple[dict[str, Any], list[Problem]]:
     """All values, with interpolations resolved and types checked; a wrong value becomes a problem and the default."""
-    problems, tree = list[Problem](), OmegaConf.create(nested(written))
+    problems, tree = list[Problem](), OmegaConf.create(nested({name: written[name] for name in SETTINGS}))
     values = {name: collect(partial(_value, tree, name, written[name]), problems) for name in SETTINGS}
-    return values | {each.setting: SETTINGS[each.setting].default for each in problems}, problems
+    return values | {each.setting: DEFAULTS[each.setting] for each in problems}, problems
 
 
 def _value(tree: DictConfig, name: str, written: Any) -> Any:
@@ -144,7 +144,7 @@ def _value(tree: DictConfig, name: str, written: Any) -> Any:
         value = OmegaConf.select(tree, name, throw_on_missing=True)
         if OmegaConf.is_config(value):
             value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-        if overrides.secret_value(str(value)):  # it came in by a file or by ${oc.env:NAME}
+        if overrides.SECRET_VALUE.search(str(value)):  # it came in by a file or by ${oc.env:NAME}
             raise UserError(overrides.secret_problem(name))
         return overrides.of_type(setting, value)
     except OmegaConfBaseException as error:
@@ -192,7 +192,7 @@ def _of_weights(values: Values, named: Collection[str]) -> dict[str, Any]:
     if values["checkpoint.init_from"] is None or not os.path.lexists(Path(place, "config.json")):
         return {}  # a rule says what is missing
     found = {f"model.{name}": value for name, value in imported_model_settings(place).items()}
-    if values["tokenizer"] != SETTINGS["tokenizer"].default or "tokenizer" in named or _run_of(values, named):
+    if values["tokenizer"] != DEFAULTS["tokenizer"] or "tokenizer" in named or _run_of(values, named):
         return found
     if holds_tokenizer(Path(place)):
         return found | {"tokenizer": place}

@@ -45,7 +45,7 @@ ADVICE = "pass secrets in the environment (HF_TOKEN, WANDB_API_KEY), and change 
 # In a name of small letters. Short words count where a word of the name ends in them: APIKEY and PGPASS, not KEYBOARD.
 _SECRET_NAME = re.compile(r"token|secret|passw|passphrase|credential|(?:key|pass|pwd|auth|bearer|cookie)s?(?![a-z])")
 _HARMLESS = re.compile(r"tokeni[sz][a-z]*|tokens|key_value|^(?:old)?pwd$|compass")
-_SECRET_VALUE = re.compile(
+SECRET_VALUE = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{30,}|(?:gh[pousr]_|github_pat_|glpat-|wandb_v\d_)[\w-]{16,}"
     r"|sk-(?:(?:proj|ant|or|svcacct)-[\w-]{20,}|[A-Za-z0-9]{20,})"  # OpenAI and others
     r"|xox[a-z]-[\w-]{10,}|A[KS]IA[0-9A-Z]{12,}|AIza[\w-]{30,}|ya29\.[\w-]{20,}"  # Slack, AWS, Google
@@ -89,10 +89,6 @@ class Files(NamedTuple):
     name: str
     recipe: Path | None = None
 
-    def options(self, group: str) -> list[str]:
-        """The names of a group's files."""
-        return sorted({path.stem for folder in self.folders for path in Path(folder, group).glob("*.yaml")})
-
 
 class _OwnFolders(SearchPathPlugin):
     """Puts the folders of the user before the main one, which is the last."""
@@ -127,10 +123,7 @@ def hydra_with(files: Files) -> AbstractContextManager[Any]:
     """Hydra, initialized with the files for the time of a block; a sweep has done it already."""
     if GlobalHydra.instance().is_initialized():
         return nullcontext()
-    context: AbstractContextManager[Any] = hydra.initialize_config_dir(
-        _main_folder(files), "pretrain_gpt", **_VERSION_BASE
-    )
-    return context
+    return hydra.initialize_config_dir(_main_folder(files), "pretrain_gpt", **_VERSION_BASE)
 
 
 def composed(files: Files, choices: Mapping[str, str]) -> dict[str, Any]:
@@ -170,7 +163,7 @@ def read_override(text: str, files: Files) -> tuple[dict[str, str], dict[str, An
     text = text.lstrip("+")
     name, equals, given = text.partition("=")
     if secret_override(text):
-        raise UserError(secret_problem(name if equals and not secret_value(name) else "override"))
+        raise UserError(secret_problem(name if equals and not SECRET_VALUE.search(name) else "override"))
     if not equals or name.startswith(("-", "~", "hydra.", "hydra/")):
         hint = f"settings are written name=value: {nearest_setting(name.strip('-~')) or 'model'}=VALUE; see --help"
         if equals and name.startswith("hydra"):
@@ -189,7 +182,8 @@ def read_override(text: str, files: Files) -> tuple[dict[str, str], dict[str, An
     name, value = parsed.get_key_element(), parsed.value()
     if isinstance(value, dict) and name not in SETTINGS:  # model={norm: rmsnorm} sets what model.norm=rmsnorm sets
         return {}, leaves(value, f"{name}.")
-    if "." in name or not (choices := files.options(name)):
+    found = (path.stem for folder in files.folders for path in Path(folder, name).glob("*.yaml"))
+    if "." in name or not (choices := sorted({*found})):
         return {}, {name: value}
     if value not in choices:
         meant = [f"{one.name}={value}" for one in SETTINGS.values() if one.leaf == name and takes(one, value)]
@@ -244,7 +238,7 @@ def typed(name: str, value: Any) -> str:
 
 def unknown(name: str, value: Any) -> Problem:
     """The problem with a name that is no setting, and what to write instead."""
-    if secret_name(name) or secret_value(str(value)):  # in a file
+    if secret_name(name) or SECRET_VALUE.search(str(value)):  # in a file
         return secret_problem(name)
     if name in GROUPS:
         return Problem(name, value, "is a group of settings", f"{name}=NAME of a file, or its settings: {name}.NAME")
@@ -284,13 +278,8 @@ def secret_name(name: str) -> bool:
     )
 
 
-def secret_value(text: str) -> bool:
-    """Whether the text holds something of the form of a known kind of secret."""
-    return bool(_SECRET_VALUE.search(text))
-
-
 def secret_override(text: str) -> bool:
     """Whether `name=value`, in any form, names or holds a secret; names inside `{name: value}` count too."""
     name, _, value = text.partition("=")
     names = re.findall(r"(?<![\w.-])([\w.-]+)\s*:", value.partition("{")[2])
-    return secret_value(text) or any(map(secret_name, (name, *names)))
+    return bool(SECRET_VALUE.search(text)) or any(map(secret_name, (name, *names)))

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from megalite import __version__
-from megalite.config.files import REPORT
 from megalite.config.step_plan import batch_ramp
 from megalite.errors.words import several
 from megalite.launch.device import name_of
 from megalite.launch.environment import launch_command, read_environment
 from megalite.layout.ranks import header_lines
 from megalite.model.flops import active_parameters, flops_per_token, parameter_count
-from megalite.observe.report.page import live_report
+from megalite.observe.report.page import REPORT, live_report
 from megalite.observe.run_data import read_run
 from megalite.observe.terminal import Terminal
 from megalite.observe.trackers import open_trackers
