@@ -16,8 +16,7 @@ from megalite.config.compose import load_part
 from megalite.config.overrides import typed
 from megalite.config.rules import unusable_path
 from megalite.config.schema import Config
-from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse, to_stderr
-from megalite.errors.words import plain
+from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, plain, refuse, to_stderr
 from megalite.observe.report.page import write_report
 from megalite.observe.terminal import Terminal
 
