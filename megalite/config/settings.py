@@ -98,14 +98,13 @@ def value_of(config: Config, name: str) -> Any:
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     """A copy in which the settings, by their dotted names, hold these values."""
-    for name, value in values.items():
-        config = _replaced(config, SETTINGS[name].field, value)
-    return config
+    changed: Config = _replaced(config, nested({SETTINGS[name].field: value for name, value in values.items()}))
+    return changed
 
 
-def _replaced(part: Any, field: str, value: Any) -> Any:
-    first, _, rest = field.partition(".")
-    return replace(part, **{first: _replaced(getattr(part, first), rest, value) if rest else value})
+def _replaced(part: Any, values: Mapping[str, Any]) -> Any:
+    groups = {name: _replaced(group, values[name]) for name in values if is_dataclass(group := getattr(part, name))}
+    return replace(part, **{**values, **groups})
 
 
 def as_plain(config: Config) -> dict[str, Any]:
