@@ -17,7 +17,7 @@ MOST_LAYERS, MOST = 10_000, 2**20  # far beyond what anyone trains, and few enou
 
 def setting(default: Any, meaning: str, *, choices: str = "", name: str | None = None, **limits: float) -> Any:
     """A dataclass field with its meaning, and the choices (`a|b`) and limits (at_least, above, at_most, below) that
-    settings.py enforces and the docs print. `name`: what users call it, where Python does not allow it for a field."""
+    rule.py enforces and the docs print. `name`: what users call it, where Python does not allow it for a field."""
     metadata = {"name": name, "meaning": meaning, "choices": tuple(filter(None, choices.split("|"))), "limits": limits}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
