@@ -106,7 +106,7 @@ def _read(arguments: Namespace) -> tuple[Config, list[Problem], set[str], list[s
     problems += [overrides.unknown(name, value) for name, value in written.items() if name not in SETTINGS]
     departures = tuple(name for name in SETTINGS if written[name] != by_files[name])
     values, wrong = _resolved(written)
-    given = dict[str, list[str]]()
+    told, given = list[str](), list[str]()
     sources = {"as before": _of_run, "from the weights": _of_weights}
     if files.recipe is not None:
         sources = {f"from {files.recipe}": partial(_of_recipe, files.recipe)}
@@ -116,16 +116,16 @@ def _read(arguments: Namespace) -> tuple[Config, list[Problem], set[str], list[s
         held = collect(partial(values_of, values, names), problems) or {}
         new = {name: value for name, value in held.items() if name not in names and value != values[name]}
         if new:
-            given[source] = [f"{name}={overrides.as_override(value)}" for name, value in new.items()]
-            parsed = OverridesParser.create().parse_overrides(given[source])
+            given += (words := [f"{name}={overrides.as_override(value)}" for name, value in new.items()])
+            told.append(f"{source}: {', '.join(words)}")
+            parsed = OverridesParser.create().parse_overrides(words)
             written |= {each.get_key_element(): each.value() for each in parsed}
             values, wrong = _resolved(written)
     problems += wrong
     meant = {overrides.nearest_setting(name) or name for name in (problem.setting.lstrip("+~") for problem in problems)}
     doubtful = {*SETTINGS} if found is None or EXPERIMENT in meant else meant
-    told = tuple(f"{source}: {', '.join(words)}" for source, words in given.items())
-    config = replace(with_values(Config(), values), told=told, departures=departures)
-    return config, problems, doubtful, [word for words in given.values() for word in words]
+    config = replace(with_values(Config(), values), told=tuple(told), departures=departures)
+    return config, problems, doubtful, given
 
 
 def _resolved(written: Values) -> tuple[dict[str, Any], list[Problem]]:
