@@ -5,7 +5,6 @@ the folder is sound, and its model is another one than the GPT here.
 """
 
 from collections.abc import Iterator, Mapping
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +70,6 @@ def imported_model(folder: str | Path) -> ModelConfig:
     """The model of these settings; sizes that no config.json tells are not derived."""
     settings = imported_model_settings(folder)
     return with_values(Config(), {f"model.{name}": value for name, value in settings.items()}).model
-
-
-def settings_of(model: ModelConfig) -> dict[str, Any]:
-    """The model's settings as families take them: {"num_layers": 12, "moe.top_k": 2, ...}."""
-    names = [setting.leaf for setting in SETTINGS.values() if setting.group == "model"]
-    return {name: attrgetter(name)(model) for name in names}
 
 
 def holds_tokenizer(folder: Path) -> bool:
