@@ -17,7 +17,7 @@ from typing import Any
 
 from megalite.config.files import absolute
 from megalite.config.layout import dense_ranks
-from megalite.config.schedule_rules import SCHEDULE_TRAITS, ScheduleRequest
+from megalite.config.schedule_request import CHUNKED, SPLITTING, ScheduleRequest
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from megalite.config.settings import OPEN, SETTINGS, value_of, with_values
 from megalite.config.step_plan import batch_ramp
@@ -47,7 +47,7 @@ def derive(config: Config, world_size: int = 1) -> Config:
     """A new config with the derived values filled in and all paths absolute. Deriving twice changes nothing."""
     axes, train, resolved = config.parallel, config.train, _resolved(config)
     request, folder = schedule_request(config, world_size), run_dir_of(resolved)
-    grouped = SCHEDULE_TRAITS[request.schedule].chunked and train.batch_ramp is None  # else groups grow with batches
+    grouped = request.schedule in CHUNKED and train.batch_ramp is None  # else groups grow with batches
     values = {
         "parallel.microbatch_group_size": request.group if grouped else None,
         "train.micro_batch_size": derive_micro_batch_size(config, world_size),
@@ -69,7 +69,7 @@ def derive_sizes(config: Config) -> Config:
         "parallel.etp": axes.tp,
         "parallel.sequence_parallel": axes.tp > 1,
         "parallel.schedule": derive_schedule(axes),
-        "train.compile": False if SCHEDULE_TRAITS[derive_schedule(axes)].splitting else None,  # None: by the device
+        "train.compile": False if derive_schedule(axes) in SPLITTING else None,  # None: by the device
     }
     return _filled(replace(config, model=model), values)
 
@@ -123,7 +123,7 @@ def schedule_request(config: Config, world_size: int) -> ScheduleRequest:
     dp, rest = divmod(world_size, dense_ranks(config))
     sequences = derive_micro_batch_size(config, world_size) * dp
     if rest or batch % sequences:
-        group_size = None if SCHEDULE_TRAITS[schedule].chunked else axes.microbatch_group_size
+        group_size = None if schedule in CHUNKED else axes.microbatch_group_size
         return ScheduleRequest(schedule, axes.pp, axes.pp, axes.vpp, group_size)
     return ScheduleRequest(schedule, axes.pp, batch // sequences, axes.vpp, axes.microbatch_group_size)
 

@@ -16,7 +16,7 @@ from megalite.config.clashes import NO_EFFECT, clashes, full_name
 from megalite.config.derive import NAME, schedule_request
 from megalite.config.machine_rules import MACHINE_RULES
 from megalite.config.rule import Case, Found, Rule, broken, problems_of, routes, speaks_of
-from megalite.config.schedule_rules import schedule_flaws
+from megalite.config.schedule_request import CHUNKED, ScheduleRequest
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, bounds, outside, with_values
 from megalite.config.step_plan import batch_ramp, ramp_flaw
@@ -274,6 +274,23 @@ def batches_suit_ranks_and_schedule(case: Case) -> Iterator[Found]:
     short = ((many, rule) for many in ramps for _, rule in schedule_flaws(replace(request, microbatches=many)))
     for many, rule in islice(short, 1):
         yield True, "batch_ramp", f"has batches of {many} microbatches: {rule}"
+
+
+def schedule_flaws(request: ScheduleRequest) -> Iterator[tuple[str, str]]:
+    """Everything that keeps the request from being a schedule: the setting, and the rule that it breaks."""
+    name, pp, microbatches, group = request.schedule, request.pp, request.microbatches, request.group_size
+    chunked = name in CHUNKED
+    if chunked != (request.vpp > 1):
+        rule = "takes several chunks" if chunked else "takes one chunk"
+        yield "parallel.schedule", f"{name} {rule} of layers for each rank, not parallel.vpp={request.vpp}"
+    if group is not None and not chunked:
+        yield "parallel.microbatch_group_size", f"has no effect with parallel.schedule={name}"
+    if chunked and microbatches < pp:
+        rule = f"{name} needs a microbatch for each of parallel.pp={pp} ranks, and there are {microbatches}"
+        yield "train.global_batch_size", rule
+    elif chunked and group is not None and (not pp <= group <= microbatches or 0 < microbatches % group < pp):
+        rule = f"must be from parallel.pp={pp} to {microbatches}, the microbatches, and leave none or {pp} for the last"
+        yield "parallel.microbatch_group_size", rule
 
 
 def ranks_hold_equal_shares(case: Case) -> Iterator[Found]:
