@@ -20,7 +20,7 @@ from megalite.config.layout import dense_ranks
 from megalite.config.schedule_request import CHUNKED, SPLITTING, ScheduleRequest
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from megalite.config.settings import OPEN, SETTINGS, value_of, with_values
-from megalite.config.step_plan import batch_ramp
+from megalite.config.step_plan import batch_sizes
 from megalite.errors.problems import plain
 
 FILLING = 8  # microbatches that a pipeline has by default, at least: of two stages the first and last idle for a ninth
@@ -110,7 +110,7 @@ def derive_schedule(parallel: ParallelConfig) -> str:
 def derive_micro_batch_size(config: Config, world_size: int) -> int:
     """The micro-batch size: the setting, else the largest divisor, up to 8, of a data-parallel rank's share of every
     global batch that leaves a pipeline a microbatch for each rank (or group), and 8 at full size."""
-    shares = [max(1, sequences * dense_ranks(config) // world_size) for sequences in batch_ramp(config.train).sizes]
+    shares = [max(1, sequences * dense_ranks(config) // world_size) for sequences in batch_sizes(config.train)]
     pp, group_size = config.parallel.pp, config.parallel.microbatch_group_size or 1
     most = min(shares[0] // max(pp, group_size), shares[-1] // FILLING if pp > 1 else shares[-1])
     largest, common = min(8, max(1, most)), gcd(*shares)

@@ -19,7 +19,7 @@ from megalite.config.rule import Case, Found, Rule, broken, problems_of, routes,
 from megalite.config.schedule_request import CHUNKED, ScheduleRequest
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, bounds, outside, with_values
-from megalite.config.step_plan import batch_ramp, ramp_flaw
+from megalite.config.step_plan import batch_sizes, ramp_flaw
 from megalite.errors.problems import Problem
 from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, EXPERT_NAME, strides_of
 from megalite.layout.stages import stage_counts
@@ -259,7 +259,7 @@ def batches_suit_ranks_and_schedule(case: Case) -> Iterator[Found]:
     """The full batch does, and if it does, all smaller ones of a ramp."""
     train, request = case.config.train, schedule_request(case.config, case.world_size)
     dp, rest = divmod(case.world_size, layout.dense_ranks(case.config))
-    unit, sizes, flaw = (train.micro_batch_size or 1) * max(1, dp), batch_ramp(train).sizes, ramp_flaw(train)
+    unit, sizes, flaw = (train.micro_batch_size or 1) * max(1, dp), batch_sizes(train), ramp_flaw(train)
     uneven = next((size for size in sizes if size % unit), 0)
     full, flaws = not rest and sizes[-1] % unit, [*schedule_flaws(request)]
     rule = f"not a multiple of {unit}, a micro-batch for each data-parallel rank"
