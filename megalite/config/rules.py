@@ -5,7 +5,7 @@ machine must have is in `machine_rules.py`. A rule that speaks of a setting that
 """
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from ctypes import c_float
 from dataclasses import replace
 from itertools import islice
@@ -18,7 +18,7 @@ from megalite.config.machine_rules import MACHINE_RULES
 from megalite.config.rule import Case, Found, Rule, broken, problems_of, routes, speaks_of
 from megalite.config.schedule_request import CHUNKED, ScheduleRequest
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS, bounds, outside, with_values
+from megalite.config.settings import SETTINGS, outside
 from megalite.config.step_plan import batch_sizes, ramp_flaw
 from megalite.errors.problems import Problem
 from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, EXPERT_NAME, strides_of
@@ -59,15 +59,12 @@ UNUSED: list[Inert] = [
 ]
 
 
-def check(config: Config, world_size: int, doubtful: Collection[str] = ()) -> list[Problem]:
-    """All problems of a config on `world_size` ranks. `doubtful` settings were refused before they entered it."""
-    problems = list(bounds(config))
-    refused = {*doubtful, *(problem.setting for problem in problems)}
-    # Rules compute with the defaults of what bounds refuse.
-    judged = with_values(config, {problem.setting: SETTINGS[problem.setting].default for problem in problems})
-    problems += problems_of(Case(judged, world_size), RULES, refused)
-    found = (problem for rule in MACHINE_RULES for problem in rule(judged))
-    return problems + [problem for problem in found if not speaks_of([problem.setting], refused)]
+def check(config: Config, world_size: int, doubtful: Set[str] = frozenset()) -> list[Problem]:
+    """All problems of a config, whose values are right each on its own, on `world_size` ranks. `doubtful` settings were
+    refused before they entered it."""
+    found = (problem for rule in MACHINE_RULES for problem in rule(config))
+    of_machine = [problem for problem in found if not speaks_of([problem.setting], doubtful)]
+    return problems_of(Case(config, world_size), RULES, doubtful) + of_machine
 
 
 def unused(config: Config) -> list[str]:

@@ -179,16 +179,8 @@ def yaml_value(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def bounds(config: Config) -> Iterator[Problem]:
-    """Choices, limits, finiteness and usable paths of every setting on its own."""
-    for setting in SETTINGS.values():
-        if (value := value_of(config, setting.name)) is not None:
-            problem = outside(setting, value) or (setting.name in PLACES and unusable(setting.name, value))
-            yield from [problem] if problem else []
-
-
 def outside(setting: Setting, value: Any) -> Problem | None:
-    """The problem with a value of the right type that the setting does not allow."""
+    """The problem with a value of the right type, and not null, that the setting does not allow."""
     parts, limits = value if isinstance(value, list) else [value], setting.limits
     most = limits.get("at_most", LARGEST_IN_LIST if isinstance(value, list) else LARGEST)
     if setting.choices and not {*parts} <= {*setting.choices}:
@@ -200,7 +192,7 @@ def outside(setting: Setting, value: Any) -> Problem | None:
     elif any(isinstance(one, int) and one > most for one in parts):
         rule = f"is more than {most:,}"
     else:
-        return None
+        return unusable(setting.name, value) if setting.name in PLACES else None
     return Problem(setting.name, value, rule, setting.as_default)
 
 
