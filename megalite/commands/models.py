@@ -14,7 +14,7 @@ from megalite.commands.command import COUNT, Shown, command, option
 from megalite.config.arguments import number_from
 from megalite.config.compose import load_part
 from megalite.config.overrides import typed
-from megalite.config.rules import unusable_path
+from megalite.config.rule import unusable_path
 from megalite.config.schema import Config
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, plain, refuse, to_stderr
 from megalite.observe.report.page import write_report

@@ -25,7 +25,8 @@ from megalite.config.arguments import read_arguments, shown
 from megalite.config.derive import derive
 from megalite.config.files import absolute, read_yaml, refusing
 from megalite.config.model_folder import holds_tokenizer, imported_model_settings
-from megalite.config.rules import bounds, check, unused
+from megalite.config.rule import outside
+from megalite.config.rules import check, unused
 from megalite.config.schema import Config
 from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, leaves, nested, with_values
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse
@@ -64,12 +65,11 @@ def load_part(words: Sequence[str], doer: str, reads: Sequence[str]) -> Config:
 
 
 def load_values(words: Sequence[str], reads: Sequence[str]) -> Config:
-    """The defaults with the values that overrides give the settings in `reads`, each checked on its own: no rule that
-    joins settings is asked. Other settings must exist, and their values are left out."""
-    found, problems, doubtful, _ = _read(read_arguments(words))
-    config = with_values(found, {name: DEFAULTS[name] for name in DEFAULTS.keys() - reads})
-    refuse([*problems, *(problem for problem in bounds(config) if problem.setting not in doubtful)])
-    return config
+    """The defaults with the values that overrides give the settings in `reads`. All are checked on their own: no rule
+    that joins settings is asked. What overrides give other settings is left out."""
+    found, problems, _, _ = _read(read_arguments(words))
+    refuse(problems)
+    return with_values(found, {name: DEFAULTS[name] for name in DEFAULTS.keys() - reads})
 
 
 def show_information(arguments: Namespace) -> int:
@@ -146,11 +146,14 @@ def _value(tree: DictConfig, name: str, written: Any) -> Any:
             value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
         if overrides.SECRET_VALUE.search(str(value)):  # it came in by a file or by ${oc.env:NAME}
             raise UserError(overrides.secret_problem(name))
-        return overrides.of_type(setting, value)
+        value = overrides.of_type(setting, value)
     except OmegaConfBaseException as error:
         raise UserError(Problem(name, written, overrides.in_one_line(error), setting.as_default)) from error
     except (ValueError, OverflowError) as error:  # the latter: 400 digits, and no point among them
         raise UserError(Problem(name, written, f"must be {setting.type_words}", setting.as_default)) from error
+    if value is not None and (problem := outside(setting, value)):
+        raise UserError(problem)
+    return value
 
 
 def _of_run(values: Values, named: Collection[str]) -> dict[str, Any]:

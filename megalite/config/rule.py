@@ -12,6 +12,7 @@ after it was tried: with it the refused setting breaks no rule, and no setting i
 
 import math
 import operator
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -33,6 +34,11 @@ RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
 }
 WITHIN = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 LARGEST, LARGEST_IN_LIST = 2**31 - 1, 2**63 - 1  # of whole numbers without a limit of their own
+PLACES = (
+    *("run_dir", "tokenizer", "data.path", "data.cache_dir", "checkpoint.init_from", "parallel.nccl_options"),
+    "launch.status_file",
+)
+LONGEST_NAME = 255  # bytes of a file's name, in any usual file system
 TRIED, OFFERED, WAYS = 80, 3, 4  # values of one setting, those of them that are offered, and settings
 NEAR = 32  # whole numbers that far away are tried
 LARGEST_DIVISOR = 1 << 12
@@ -83,7 +89,7 @@ class Case:
 
 
 def outside(setting: Setting, value: Any) -> Problem | None:
-    """The problem with a value of the right type that the setting does not allow, whatever the others are."""
+    """The problem with a value of the right type, and not null, that the setting does not allow."""
     parts, limits = value if isinstance(value, list) else [value], setting.limits
     most = limits.get("at_most", LARGEST_IN_LIST if isinstance(value, list) else LARGEST)
     if setting.choices and not {*parts} <= {*setting.choices}:
@@ -95,8 +101,18 @@ def outside(setting: Setting, value: Any) -> Problem | None:
     elif any(isinstance(one, int) and one > most for one in parts):
         rule = f"is more than {most:,}"
     else:
-        return None
+        return unusable_path(setting.name, value) if setting.name in PLACES else None
     return Problem(setting.name, value, rule, setting.as_default)
+
+
+def unusable_path(name: str, value: Any) -> Problem | None:
+    """The problem with a path, or with one of several, that no file system takes; `name` is the setting."""
+    for path in map(os.path.expanduser, map(str, value if isinstance(value, list) else [value])):
+        empty = not path and name != "tokenizer"  # its rule names the choices
+        too_long = any(len(os.fsencode(part)) > LONGEST_NAME for part in path.split("/"))
+        if empty or too_long or "\0" in path or path.startswith("~"):  # of a user who is unknown
+            return Problem(name, value, "no file can have this name", "another path; ./~NAME for such a name")
+    return None
 
 
 def broken(case: Case, rules: Iterable[Rule]) -> Iterator[tuple[list[str], str]]:

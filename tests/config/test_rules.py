@@ -11,7 +11,7 @@ from megalite.config.derive import derive
 from megalite.config.overrides import of_type
 from megalite.config.rules import check
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS, with_values
+from megalite.config.settings import SETTINGS, outside, value_of, with_values
 from megalite.errors.problems import Problem
 
 YARN = "rope_scaling=yarn rope_scaling_factor=4 rope_original_positions=50"
@@ -247,7 +247,11 @@ def config_of(line: str) -> Config:
 
 
 def problems_of(line: str, world_size: int) -> list[Problem]:
-    return check(config_of(line), world_size)
+    """What a setting does not allow by itself, as when it is read, or else what the rules find."""
+    config = config_of(line)
+    values = ((setting, value_of(config, name)) for name, setting in SETTINGS.items())
+    alone = (outside(setting, value) for setting, value in values if value is not None)
+    return [*filter(None, alone)] or check(config, world_size)
 
 
 def follow(line: str, world_size: int, problem: Problem) -> int:
