@@ -13,13 +13,14 @@ import json
 import os
 import secrets
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from textwrap import indent
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 from megalite.config.files import read_object, write_atomically
 from megalite.config.machine_rules import asked_mode, is_installed
@@ -43,12 +44,7 @@ VARIABLES = {  # of wandb, unless the user has set them
 }
 
 
-class Tracker(NamedTuple):
-    """An open tracker."""
-
-    show: View
-    rescue: str = ""  # the command that shows what was not done
-
+Tracker = tuple[View, str]  # shows records; the command that shows what was not done
 
 class Trackers:
     """Passes every record on to all trackers of a run: `add` is a view (train/history.py). The first failure of a
@@ -72,30 +68,32 @@ class Trackers:
             self._thread.join(FAILED_S if record["status"] else FINISH_S)
             if self._thread.is_alive():
                 self._failed |= self._openers.keys()  # they say nothing more
-                later = "".join(f"; to send the rest: {it.rescue}" for it in self._open.values() if it.rescue)
+                later = "".join(f"; to send the rest: {rescue}" for _, rescue in self._open.values() if rescue)
                 waiting = f"{several(self._queue.qsize(), 'record')} wait; the run folder holds all"
                 self._note(f"{', '.join(self._openers)}: not done at the end of the run, {waiting}{later}")
 
     def _run(self) -> None:
         for name, opener in self._openers.items():
-            if (tracker := self._attempt(name, opener)) is not None:
-                self._open[name] = tracker
+            with self._noting_failure(name):
+                if (tracker := opener()) is not None:
+                    self._open[name] = tracker
         ended = False
         while not ended:
             record = self._queue.get()
-            for name, tracker in self._open.items():
-                self._attempt(name, partial(tracker.show, record))
+            for name, (show, _) in self._open.items():
+                with self._noting_failure(name):
+                    show(record)
             ended = record.get("kind") in ENDS
 
-    def _attempt(self, name: str, action: Callable[[], Any]) -> Any:
+    @contextmanager
+    def _noting_failure(self, name: str) -> Iterator[None]:
         try:
-            return action()
+            yield
         except Exception as error:
             if name not in self._failed:
                 self._failed.add(name)
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
                 self._note(f"{name}: warning: {reason}; the run itself is not affected")
-            return None
 
 
 def open_trackers(config: Config, folder: Path, step: int, note: Note) -> Trackers:
@@ -129,7 +127,7 @@ def open_tensorboard(folder: Path, step: int) -> Tracker:
         if record.get("kind") in ENDS:
             writer.close()
 
-    return Tracker(show)
+    return show, ""
 
 
 def open_wandb(config: Config, folder: Path, mode: str | None, note: Note) -> Tracker | None:
@@ -176,7 +174,7 @@ def open_wandb(config: Config, folder: Path, mode: str | None, note: Note) -> Tr
             except TimeoutError:
                 note(f"not everything is sent; to send the rest: {rescue}")
 
-    return Tracker(show, rescue)
+    return show, rescue
 
 
 def id_of_run(folder: Path) -> str:

@@ -8,7 +8,7 @@ their axes. No torch import.
 from contextlib import suppress
 from dataclasses import replace
 from math import gcd, lcm, sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 from megalite.config.compose import load_config, load_values
 from megalite.config.derive import derive
@@ -47,14 +47,6 @@ LEAST_EPS = 1e-8  # a smaller one makes steps of rounding
 MOST = {"optimizer.lr": 1e-2, "optimizer.clip_grad": 0.05}  # small models have larger gradients
 
 
-class Shrunk(NamedTuple):
-    """`config` runs on `layout`, and `reference` is the same training on one process."""
-
-    config: Config
-    layout: ParallelLayout
-    reference: Config
-
-
 def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Config, int]:
     """The config of the launcher's overrides and the world that it is verified on; UserError with all that is wrong.
 
@@ -81,8 +73,9 @@ def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Confi
     return config, world
 
 
-def shrink(config: Config, world_size: int) -> Shrunk:
-    """`config` is checked and derived for `world_size` ranks; so is the small one."""
+def shrink(config: Config, world_size: int) -> tuple[Config, ParallelLayout, Config]:
+    """The small config, the layout that it runs on, and the same training on one process. `config` is checked and
+    derived for `world_size` ranks; so is the small one."""
     asked = layout_of(config, world_size)
     run = _smaller(config, asked)
     kept = [name for name in SETTINGS if name in KEPT or name.startswith(("model.", "optimizer."))]
@@ -96,7 +89,7 @@ def shrink(config: Config, world_size: int) -> Shrunk:
     problems = check(small, run.world_size)
     assert not problems, problems
     alone = replace(small, parallel=ParallelConfig(), optimizer=replace(small.optimizer, instances=1))
-    return Shrunk(derive(small, run.world_size), run, derive(alone))
+    return derive(small, run.world_size), run, derive(alone)
 
 
 def vocabulary_of(config: Config) -> int:
