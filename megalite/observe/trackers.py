@@ -33,6 +33,7 @@ from megalite.train.history import ENDS, Note, Record, View
 FINISH_S = 60.0  # that the end of a run waits for its trackers: a busy machine may take so long to import
 FAILED_S = 2.0  # in all for a run that fails: the other ranks wait 3 s for what this one has to say
 ID_FILE = "wandb.json"  # of the run folder
+Tracker = tuple[View, str]  # what shows records, and the command that sends what it did not; "": there is none
 VARIABLES = {  # of wandb, unless the user has set them
     "WANDB_SILENT": "true",  # the notes of this file say what matters
     "WANDB_CONSOLE": "off",  # the run folder has the logs
@@ -43,8 +44,6 @@ VARIABLES = {  # of wandb, unless the user has set them
     "WANDB_FINISH_TIMEOUT_RAISES": "true",
 }
 
-
-Tracker = tuple[View, str]  # shows records; the command that shows what was not done
 
 class Trackers:
     """Passes every record on to all trackers of a run: `add` is a view (train/history.py). The first failure of a
@@ -139,9 +138,12 @@ def open_wandb(config: Config, folder: Path, mode: str | None, note: Note) -> Tr
     import wandb
 
     log, samples = config.log, list[list[Any]]()  # rows of the table of the newest step
+    if not (path := folder / ID_FILE).exists():
+        write_atomically(path, (json.dumps({"id": secrets.token_hex(8)}) + "\n").encode())
+    known = read_object(path, "delete it; the run is a new one at wandb then")  # the same id for all starts
     name = log.wandb_name or os.environ.get("WANDB_NAME") or config.run_name
     place: dict[str, Any] = {"project": log.wandb_project, "entity": log.wandb_entity, "dir": folder, "name": name}
-    init, run = partial(wandb.init, **place, id=id_of_run(folder), resume="allow", config=as_plain(config)), None
+    init, run = partial(wandb.init, **place, id=str(known["id"]), resume="allow", config=as_plain(config)), None
     if mode != "offline":
         try:
             wandb.setup(wandb.Settings(mode="online"))
@@ -175,11 +177,3 @@ def open_wandb(config: Config, folder: Path, mode: str | None, note: Note) -> Tr
                 note(f"not everything is sent; to send the rest: {rescue}")
 
     return show, rescue
-
-
-def id_of_run(folder: Path) -> str:
-    """The run's id at wandb, the same for all starts."""
-    path = folder / ID_FILE
-    if not path.exists():
-        write_atomically(path, (json.dumps({"id": secrets.token_hex(8)}) + "\n").encode())
-    return str(read_object(path, "delete it; the run is a new one at wandb then")["id"])

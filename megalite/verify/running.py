@@ -16,6 +16,7 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from megalite.config.schema import Config
 from megalite.config.settings import with_values
@@ -49,7 +50,7 @@ def train_both(
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port = probe.getsockname()[1]
-    multiprocessing.set_forkserver_preload(["torch", __name__, trains[1].__module__, "megalite.train.run"])
+    multiprocessing.set_forkserver_preload([__name__, trains[1].__module__, "megalite.train.run"])
     context, processes = multiprocessing.get_context("forkserver"), list[ForkServerProcess]()
     places = [ProcessEnvironment(rank, ranks, rank, ranks, LOOPBACK, port, "env") for rank in range(ranks)]
     jobs = [(f"rank {place.rank}", trains[0], config, LAYOUT, place) for place in places]
@@ -106,8 +107,6 @@ def _end_of(process: ForkServerProcess, folder: Path) -> str:
 
 def _run(train: TrainRank, config: Config, place: ProcessEnvironment, output: Path, timeout_s: float) -> None:
     """One process: train, and write what it says to `output`; or, when the time is up, where it stands."""
-    import torch  # the server has
-
     os.environ["OMP_NUM_THREADS"] = "1"  # so that the trainer leaves the number of threads alone
     torch.set_num_threads(1)  # more would spin in each other's way
     with output.open("w") as file:
