@@ -3,10 +3,11 @@
 No data is read, no GPU is used; `plan` imports no torch.
 """
 
+import json
 import shutil
 import sys
 from argparse import Namespace
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from megalite.commands.command import COUNT, PICTURE, RANKS, WORLD_SIZE, Shown, command, option
@@ -26,7 +27,7 @@ from megalite.optim.rank_buffers import bytes_of_rank, rank_buffers
 from megalite.pipeline.checker import check
 from megalite.pipeline.schedules import build_schedule
 from megalite.plan.buffers_table import buffer_lines
-from megalite.plan.ranks import as_json, groups_of, ranks_picture, stage_lines, table_lines
+from megalite.plan.ranks import groups_of, ranks_picture, stage_lines, table_lines
 from megalite.plan.timeline import FORWARD_PASSES, schedule_picture, simulated
 from megalite.verify.shrink import load, vocabulary_of
 
@@ -80,7 +81,8 @@ def ranks(options: Namespace, overrides: list[str]) -> Shown:
     width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
     lines = [*header_lines(layout), *table_lines(groups, layout.world_size, width)]
     lines += ["", *stage_lines(stages)] if stages else []
-    shown = [as_json(groups, stages)] if options.json else lines
+    found = {**groups, **({"stages": [asdict(stage) for stage in stages]} if stages else {})}
+    shown = [json.dumps(found)] if options.json else lines
     return Shown(shown, draw=lambda: ranks_picture(layout, options.gpus_per_node, experts))
 
 

@@ -30,7 +30,8 @@ def imported_model_settings(folder: str | Path) -> dict[str, Any]:
     whose value is wrong, or else with every key that they cannot say."""
     path, found = Path(folder, "config.json"), read_model_file(Path(folder))
     family = FAMILIES[found["model_type"]]
-    keys = {name: key for key, name in family.names.items() if key in found}
+    keys = {name: key for name, key in family.keys.items() if key in found}
+    keys |= {name: key for key, name in family.also.items() if key in found}
 
     def problem(key: str, value: Any, rule: str, hint: str = HINT) -> Problem:
         return Problem(f"{path}: {key}", value, rule, hint, here=True)
