@@ -18,7 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from megalite.config.schedule_rules import ScheduleRequest
+from megalite.config.schedule_request import ScheduleRequest
 from megalite.errors.problems import several
 from megalite.pipeline.actions import Action, ActionKind, Schedule, parse_action
 from megalite.pipeline.schedules import SCHEDULES, build_schedule

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Store
 from megalite.config.clashes import clashes
 from megalite.config.layout import exchange_of, layout_of, local_heads, stage_settings
 from megalite.config.nccl_options import read_nccl_options
-from megalite.config.schedule_rules import ScheduleRequest
+from megalite.config.schedule_request import ScheduleRequest
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, value_of, with_values, yaml_value
 from megalite.context_parallel.exchange import CpGroups, Waiting

@@ -16,7 +16,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
-from megalite.config.schedule_rules import ScheduleRequest
+from megalite.config.schedule_request import ScheduleRequest
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
 from megalite.model.gpt import GPT
