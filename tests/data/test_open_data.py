@@ -14,8 +14,9 @@ from megalite.config.schema import Config
 from megalite.config.settings import with_values
 from megalite.data import open as open_module
 from megalite.data.open import note_changed_files, open_data
+from megalite.data.tokenizers import byte_tokenizer
 from megalite.errors.problems import UserError
-from megalite.prepare.prepare import byte_tokenizer, char_tokenizer, prepare, prepare_file
+from megalite.prepare.prepare import char_tokenizer, prepare, prepare_file
 from megalite.prepare.sources import Source
 
 WriteTokens = Callable[..., Path]

@@ -204,7 +204,7 @@ def test_an_unreadable_file_and_a_full_disk_are_said_plainly(
             patch.setattr(Path, name, refuse)
             with pytest.raises(UserError, match=r"a\.txt.*cannot be read: Permission denied"):
                 preparation.prepare(config)
-    monkeypatch.setattr(tokenizing, "as_stored", full)
+    monkeypatch.setattr(tokenizing, "write_index", full)
     with pytest.raises(UserError, match=r"No space left[\s\S]*is kept"):
         preparation.prepare(config)
 

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, models, normalizers
 from megalite.config.schema import Config
 from megalite.data.open import open_data
 from megalite.data.token_file import TokenFile, with_suffix
-from megalite.data.tokenizers import TextTokenizer
+from megalite.data.tokenizers import TextTokenizer, byte_tokenizer
 from megalite.errors.problems import UserError
-from megalite.prepare.prepare import byte_tokenizer, char_tokenizer, prepare, prepare_file, sample, targets_of
+from megalite.prepare.prepare import char_tokenizer, prepare, prepare_file, sample, targets_of
 from megalite.prepare.sources import Source, sources_of
 
 LINE = "the quick brown fox jumps over the lazy dog; "
