@@ -23,15 +23,9 @@ from megalite.errors.words import several
 from megalite.launch.environment import allow_open_files
 
 RECORD = "token_files.json"  # in a run's folder: size and time of each large token file
+# The token files of a run, before they are opened, and for data=tokens the tokenizer that `tokenizer=` names.
+TokenFiles = tuple[list[Path], TextTokenizer | None]
 FORMAT = 1  # part of every fingerprint: a change of what preparation produces renews all caches
-
-
-@dataclass(frozen=True)
-class TokenFiles:
-    """The token files of a run, before they are opened."""
-
-    prefixes: Sequence[Path]
-    tokenizer: TextTokenizer | None = None  # the one that `tokenizer=` names, for data=tokens
 
 
 @dataclass(frozen=True)
@@ -41,23 +35,23 @@ class OpenedData:
     train: SampleSource
     validation: SampleSource | None
     tokenizer: TextTokenizer | None
-    vocab_size: int
     fingerprint: str
     description: str
 
     @cached_property
     def bytes_of_ids(self) -> IntArray | None:
         """Bytes of text that each id stands for, [vocab_size]; None without a tokenizer."""
-        return None if self.tokenizer is None else self.tokenizer.bytes_of_ids(self.vocab_size)
+        return None if self.tokenizer is None else self.tokenizer.bytes_of_ids(self.train.vocab_size)
 
 
 def open_data(config: Config, found: TokenFiles) -> OpenedData:
     """Open the files that were found or made for `config`."""
     allow_open_files()
-    files = collect_all(TokenFile.open, found.prefixes)
+    prefixes, named = found
+    files = collect_all(TokenFile.open, prefixes)
     shares, fraction, seq_length = config.data.weights, config.data.validation_fraction, config.train.seq_length
     weights = tuple(len(file.tokens) for file in files) if shares is None else integer_weights(shares)
-    tokenizer = _tokenizer(config, files, found.tokenizer)
+    tokenizer = _tokenizer(config, files, named)
     vocab_size, identities = _vocabulary(config, files, tokenizer)
     end = tokenizer.end_of_document if tokenizer else None
     if config.data.mask_end_of_document and end is None:
@@ -71,7 +65,6 @@ def open_data(config: Config, found: TokenFiles) -> OpenedData:
         train=SampleSource(train, weights, seq_length, vocab_size, config.seed, end),
         validation=SampleSource(validation, weights, seq_length, vocab_size, None, end) if validation else None,
         tokenizer=tokenizer,
-        vocab_size=vocab_size,
         fingerprint=digest(FORMAT, identities, fraction, weights),
         description="; ".join([counts, *([tokenizer.name] if tokenizer else [])]),
     )

@@ -191,20 +191,17 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
             try:
                 plain = Tokenizer.from_str(content)
             except Exception as error:
-                raise ValueError(f"tokenizer.json cannot be read ({first_line(error)})") from error
+                raise ValueError(f"tokenizer.json cannot be read: {error}".splitlines()[0]) from error
         saved_here = plain and [*files] == [SETTINGS] and read_text(folder / SETTINGS, AGAIN) == written(settings)
         backend = plain if plain and saved_here else _specified(folder, plain)
         if not backend.get_vocab(with_added_tokens=False):
             raise ValueError("its vocabulary is empty")
-        vocabulary = backend.get_vocab(with_added_tokens=True)
-        eos, end, known = token_text(settings.get("eos_token")), None, list[Any](vocabulary)
-        if eos is None:  # the model's files may know it
-            ends = [files[name].get("eos_token_id") for name in MODEL if name in files]
-            eos = next((each for each in ends if each not in (None, [])), None)
-            eos = end = eos[0] if isinstance(eos, list) else eos
-            known = list[Any](vocabulary.values())
-        if eos is not None and eos not in known:
-            raise ValueError(f"its end of document, {eos!r:.60}, is none of its tokens")
+        vocabulary, eos = backend.get_vocab(with_added_tokens=True), token_text(settings.get("eos_token"))
+        ends = [files.get(name, {}).get("eos_token_id") for name in MODEL]  # the model's files may know it
+        end = next((it[0] if isinstance(it, list) else it for it in ends if it not in (None, [])), None)
+        named, known = (end, [*vocabulary.values()]) if eos is None else (eos, [*vocabulary])
+        if named is not None and named not in known:
+            raise ValueError(f"its end of document, {named!r:.60}, is none of its tokens")
     return TextTokenizer(backend, {key: settings[key] for key in KEPT_SETTINGS if settings.get(key) is not None}, end)
 
 
@@ -219,7 +216,7 @@ def _specified(folder: Path, plain: Tokenizer | None) -> Tokenizer:
     except Exception as error:  # the library raises whatever it likes
         if plain is not None:
             return plain
-        raise ValueError(f"holds no tokenizer.json that transformers can load ({first_line(error)})") from error
+        raise ValueError(f"holds no tokenizer.json that transformers can load: {error}".splitlines()[0]) from error
     return plain if plain is not None and _effect(plain) == _effect(backend) else backend
 
 
@@ -234,8 +231,3 @@ def _effect(backend: Tokenizer) -> Any:
     known = backend.get_vocab(with_added_tokens=False)
     added = [token for token in spec["added_tokens"] if not token["special"] or token["content"] not in known]
     return [spec.get(part) for part in ("normalizer", "pre_tokenizer", "decoder", "model")], added
-
-
-def first_line(error: BaseException) -> str:
-    """The message of a library, without its advice."""
-    return next(iter(str(error).splitlines()), "")

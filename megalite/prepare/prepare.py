@@ -64,10 +64,10 @@ def prepare(config: Config, progress: Progress | None = None) -> TokenFiles:
     if config.data.source == "tokens":
         prefixes = [Path(path).expanduser().absolute() for path in paths_of(config.data)]
         built_in = config.tokenizer in BUILT_IN_TOKENIZERS
-        return TokenFiles(prefixes, tokenizer=None if built_in else named_tokenizer(config.tokenizer))
+        return prefixes, None if built_in else named_tokenizer(config.tokenizer)
     targets = targets_of(config, sources_of(config.data))
     _make(config, targets, progress, "data.cache_dir")
-    return TokenFiles([target.prefix for target in targets])
+    return [target.prefix for target in targets], None
 
 
 def prepare_file(source: Source, config: Config, prefix: Path, progress: Progress | None = None) -> None:

@@ -131,7 +131,7 @@ def set_up(
     hosts: list[str],
 ) -> Job:
     """The run on this rank: new, imported, or from the newest checkpoint in its folder, and its records open."""
-    vocabulary = {"model.vocab_size": config.model.vocab_size or data.vocab_size}
+    vocabulary = {"model.vocab_size": data.train.vocab_size}
     config = derive_device(with_values(config, vocabulary), context)
     prompts = all_ranks_or_raise(context, lambda: prompts_of(config, data))
     folder = RunFolder(Path(config.run_dir), context, config.resume, as_plain(config), data.fingerprint)
