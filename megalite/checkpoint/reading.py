@@ -23,8 +23,7 @@ import torch.distributed as dist
 
 from megalite.checkpoint.commit import STATE, committed, step_name
 from megalite.checkpoint.manifest import DTYPES, MANIFEST, Manifest, Piece, StoredBox, StoredTensor, digest, file_fault
-from megalite.errors.problems import Problem, UserError, refuse
-from megalite.errors.words import several
+from megalite.errors.problems import Problem, UserError, refuse, several
 from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
 
 

@@ -8,8 +8,9 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megalite.commands.train import open_closed_streams
 from megalite.config.arguments import Parser, number_from
-from megalite.errors.problems import REFUSED, UserError, collect, open_closed_streams, refuse, to_stderr
+from megalite.errors.problems import REFUSED, UserError, collect, refuse, to_stderr
 from megalite.observe.readable import print_lines
 from megalite.plan.picture import Picture, picture_problems, save_picture
 

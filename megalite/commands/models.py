@@ -10,8 +10,7 @@ from pathlib import Path
 from megalite.commands.command import COUNT, Shown, command, option
 from megalite.config.arguments import number_from
 from megalite.config.compose import load_part
-from megalite.errors.problems import Problem, refuse
-from megalite.errors.words import plain
+from megalite.errors.problems import Problem, plain, refuse
 from megalite.observe.report.page import write_report
 
 MODEL = option("model", type=Path, metavar="MODEL", help="a run folder, or a folder of a transformers model")

@@ -10,7 +10,7 @@ import sys
 import time
 
 from megalite.config.schema import Config
-from megalite.errors.problems import REFUSED, Problem, UserError, collect, open_closed_streams, refuse, to_stderr
+from megalite.errors.problems import REFUSED, Problem, UserError, collect, refuse, to_stderr
 from megalite.launch.environment import ProcessEnvironment, claimed_rank, read_environment, set_variables
 from megalite.launch.signals import INTERRUPTED, StopSignals, die_with_launcher, ignore_stop_signals
 
@@ -90,6 +90,15 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
         about=start_fields,
     )
     return run(config, environment, companions)
+
+
+def open_closed_streams() -> None:
+    """Let closed streams (`>&-`) lead nowhere: else the next files that are opened would take their place."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def main_to_the_end(argv: list[str]) -> int:

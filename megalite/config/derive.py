@@ -21,7 +21,7 @@ from megalite.config.schedule_rules import SCHEDULE_TRAITS, ScheduleRequest
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from megalite.config.settings import OPEN, SETTINGS, value_of, with_values
 from megalite.config.step_plan import batch_ramp
-from megalite.errors.words import plain
+from megalite.errors.problems import plain
 
 FILLING = 8  # microbatches that a pipeline has by default, at least: of two stages the first and last idle for a ninth
 LONGEST_NAME, SETTINGS_SHOWN, LONGEST_SETTING = 100, 4, 24  # of a run's name, and what it shows

@@ -23,8 +23,7 @@ from typing import Any, NamedTuple, TextIO, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 
-from megalite.errors.problems import NO_VALUE, Problem, UnavailableError, UserError
-from megalite.errors.words import of_system
+from megalite.errors.problems import NO_VALUE, REMEDIES, Problem, UnavailableError, UserError
 
 RESTORE = "restore it from a copy"
 FAULTS = (OSError, ValueError, yaml.YAMLError, RecursionError, OverflowError)  # what reading and parsing raise
@@ -49,7 +48,7 @@ def refusing(place: Path | str, hint: str = RESTORE) -> Iterator[None]:
         said = getattr(error, "strerror", None) or " ".join(str(error).split())
         kind = UserError
         if isinstance(error, OSError) and error.errno:  # libraries raise an OSError without a number for a bad content
-            kind, hint = UnavailableError, of_system(error, hint)
+            kind, hint = UnavailableError, REMEDIES.get(error.errno, hint)
         rule = said if type(error) is ValueError else f"cannot be read: {said}"
         raise kind(Problem(str(place), NO_VALUE, rule, hint, here=True)) from error
 

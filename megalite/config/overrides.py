@@ -10,6 +10,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from difflib import SequenceMatcher, get_close_matches
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -28,7 +29,6 @@ from omegaconf.errors import OmegaConfBaseException
 from megalite.config.files import read_yaml, refusing
 from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, leaves, yaml_value
 from megalite.errors.problems import NO_VALUE, Problem, UserError, shortened
-from megalite.errors.words import nearest, similarity
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONF = folder if (folder := PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # of a wheel; of a checkout
@@ -190,7 +190,7 @@ def read_override(text: str, files: Files) -> tuple[dict[str, str], dict[str, An
         return {}, {name: value}
     if value not in choices:
         meant = [f"{one.name}={value}" for one in SETTINGS.values() if one.leaf == name and one.takes(value)]
-        near = nearest(str(value), choices, cutoff=0.3)
+        near = next(iter(get_close_matches(str(value), choices, n=1, cutoff=0.3)), None)
         hint = (meant or [f"{name}={near} is the nearest" if near else f"{name}={choices[0]}"])[0]
         rule = f"unknown choice: there is no conf/{name}/{value}.yaml"
         raise UserError(Problem(name, value, rule, f"{hint}; choices: {', '.join(choices)}"))
@@ -237,6 +237,11 @@ def nearest_setting(name: str) -> str | None:
     known = SETTINGS if "." in name else (*SETTINGS, *GROUPS, EXPERIMENT)
     best = BY_WORD.get(leaf) or max(known, key=likeness)
     return best if leaf in BY_WORD or likeness(best) > 0.7 else None
+
+
+def similarity(one: str, other: str) -> float:
+    """1 for equal words, 0 for words that share nothing."""
+    return SequenceMatcher(None, one.lower(), other.lower()).ratio()
 
 
 def secret_problem(name: str) -> Problem:

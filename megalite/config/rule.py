@@ -22,8 +22,7 @@ from megalite.config.clashes import full_name
 from megalite.config.derive import derive_sizes
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, Setting, outside, value_of, with_values, yaml_value
-from megalite.errors.problems import Problem
-from megalite.errors.words import rounded
+from megalite.errors.problems import Problem, rounded
 
 RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "not a multiple of": operator.mod,

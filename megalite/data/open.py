@@ -18,8 +18,7 @@ from megalite.config.schema import Config, DataConfig
 from megalite.data.samples import IntArray, Part, SampleSource, integer_weights
 from megalite.data.token_file import HASH_WHOLE, TokenFile, with_suffix
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
-from megalite.errors.problems import Problem, UserError, collect_all, refuse
-from megalite.errors.words import several
+from megalite.errors.problems import Problem, UserError, collect_all, refuse, several
 from megalite.launch.environment import allow_open_files
 
 RECORD = "token_files.json"  # in a run's folder: size and time of each large token file
@@ -108,9 +107,11 @@ def _tokenizer(config: Config, files: list[TokenFile], given: TextTokenizer | No
     folders = [with_suffix(file.prefix, ".tokenizer") for file in files]
     saved = [load_tokenizer(folder) if folder.is_dir() else None for folder in folders]
     identities = [it.identity if it else file.facts.tokenizer for it, file in zip(saved, files, strict=True)]
-    if len({*identities, given and given.identity} - {None}) > 1:
-        rule = "the parts were made with different tokenizers, or with another one than tokenizer names"
-        hint = f"tokenizer={folders[0]}, or prepare all parts with one tokenizer"
+    known = given.identity if given else next(filter(None, identities), None)
+    if strange := [folder for folder, it in zip(folders, identities, strict=True) if it not in (None, known)]:
+        others = "the one given" if given else "the parts before"
+        rule = f"{strange[0].stem} was made by another tokenizer than {others}"
+        hint = f"prepare it again with that tokenizer; to train a new model: tokenizer={strange[0]}"
         raise UserError(Problem("data.path", config.data.path, rule, hint))
     return given or next(filter(None, saved), None)
 

@@ -20,8 +20,7 @@ import numpy.typing as npt
 import xxhash
 
 from megalite.config.files import as_record, read_object, refusing
-from megalite.errors.problems import Problem, UserError
-from megalite.errors.words import several
+from megalite.errors.problems import Problem, UserError, several
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")  # 34 bytes: the arrays behind it are not aligned

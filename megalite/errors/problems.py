@@ -1,10 +1,11 @@
-"""Refusals: every check collects `Problem`s and raises one `UserError` with all of them.
+"""Refusals, and how they, numbers and values are written for people.
 
-The launcher prints the error once, without a traceback, and exits with status 2. Standard library only.
+Every check collects `Problem`s and raises one `UserError` with all of them. The launcher prints the error once, without
+a traceback, and exits with status 2. Standard library only.
 """
 
 import contextlib
-import os
+import errno
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -12,14 +13,22 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from megalite.errors.words import rounded, several
-
 LONGEST_SHOWN = 400
 REFUSED = 2  # exit status of a refused configuration or input
 # Control characters but newline and tab, marks of the writing direction, and halves of characters (bytes of a file name
 # that are no UTF-8).
 UNPRINTABLE = re.compile("[\0-\b\v-\f\x0e-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)")
 NO_VALUE = "\0"  # plain JSON, as problems travel between ranks; no command line can hold it
+REMEDIES: dict[int | None, str] = {  # what mends a failure of the system, by its number
+    errno.EMFILE: "raise the limit of open files (ulimit -n 65536) and start again",
+    errno.ENOMEM: "free some memory and start again",
+    errno.ENOSPC: "free some space or, where df -i shows none, some files of that disk",
+    errno.EDQUOT: "delete some files of this user's, whose quota there is used up, or have it raised",
+    errno.EIO: "the disk, or the network to it, fails (see dmesg): start again once it works",
+    errno.ESTALE: "the network's disk was mounted anew: start again",
+    errno.EROFS: "mount that disk for writing",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "allow this user to read and write there (see ls -l and lsattr)"),
+}
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -108,10 +117,24 @@ def to_stderr(text: str) -> None:
         print(printable(text), file=sys.stderr, flush=True)
 
 
-def open_closed_streams() -> None:
-    """Let closed streams (`>&-`) lead nowhere: else the next files that are opened would take their place."""
-    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(descriptor)
-    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
-    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+def rounded(value: float) -> float:
+    """The number without the digits that computing has blurred: 3e-05 for 2.9999999999999997e-05."""
+    return float(f"{value:.12g}")
+
+
+def plain(value: object) -> str:
+    """A setting as one writes it: 3e-4, 0.1, [1,2], null."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, list):
+        return f"[{','.join(map(plain, value))}]"
+    if not isinstance(value, float):
+        return str(value)
+    text = f"{value:.11e}" if 0 < abs(value) < 0.001 or abs(value) >= 1e15 else f"{value:.12g}"
+    return re.sub(r"\.?0*e(-?)\+?0*", r"e\1", text)
+
+
+def several(number: float, what: str) -> str:
+    """1 layer, 12 layers, 2 batches, 0.5 epochs."""
+    text = f"{number:,}" if isinstance(number, int) else f"{number:.3g}"
+    return f"{text} {what}{'' if text == '1' else 'es' if what.endswith('tch') else 's'}"

@@ -15,7 +15,7 @@ import torch
 from megalite import __version__
 from megalite.config.files import REPORT
 from megalite.config.step_plan import batch_ramp
-from megalite.errors.words import several
+from megalite.errors.problems import several
 from megalite.launch.device import name_of
 from megalite.launch.environment import launch_command, read_environment
 from megalite.layout.ranks import header_lines

@@ -7,8 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
-from megalite.errors.problems import printable
-from megalite.errors.words import several
+from megalite.errors.problems import printable, several
 
 count = "{:,.0f}".format
 

@@ -16,8 +16,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from megalite.errors.problems import printable
-from megalite.errors.words import several
+from megalite.errors.problems import printable, several
 from megalite.observe import readable
 from megalite.observe.readable import print_lines
 from megalite.observe.run_data import RunData

@@ -25,7 +25,7 @@ from megalite.config.files import read_object, write_atomically
 from megalite.config.machine_rules import asked_mode, is_installed
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain
-from megalite.errors.words import several
+from megalite.errors.problems import several
 from megalite.observe.run_data import flat_values
 from megalite.train.history import ENDS, Note, Record, View
 

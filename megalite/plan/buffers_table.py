@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from math import prod
 
-from megalite.errors.words import several
+from megalite.errors.problems import several
 from megalite.layout.buffer_layout import Bucket, BufferLayout
 from megalite.optim.rank_buffers import RankBuffers, StateBytes
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from textwrap import wrap
 
-from megalite.errors.words import several
+from megalite.errors.problems import several
 from megalite.layout.ranks import ParallelLayout, header_lines
 from megalite.layout.stages import StageLayers
 from megalite.plan.picture import LETTER, Picture

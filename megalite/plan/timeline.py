@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.schedule_rules import ScheduleRequest
-from megalite.errors.words import several
+from megalite.errors.problems import several
 from megalite.pipeline.actions import Action, ActionKind, Schedule, parse_action
 from megalite.pipeline.schedules import SCHEDULES, build_schedule
 from megalite.pipeline.simulator import Durations, Span, equal_durations, simulate

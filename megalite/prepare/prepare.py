@@ -25,8 +25,7 @@ from megalite.data.open import FORMAT, TokenFiles, check_vocabulary, digest, pat
 from megalite.data.samples import IntArray
 from megalite.data.token_file import TokenFile, read_facts, with_suffix
 from megalite.data.tokenizers import END, TextTokenizer, byte_tokenizer, load_tokenizer
-from megalite.errors.problems import Problem, UnavailableError, UserError, collect, collect_all, refuse
-from megalite.errors.words import of_system
+from megalite.errors.problems import REMEDIES, Problem, UnavailableError, UserError, collect, collect_all, refuse
 from megalite.launch.environment import allow_open_files, usable_cores
 from megalite.prepare.hub import TOKENIZER_FILES, tokenizer_folder
 from megalite.prepare.sources import Shard, Source, pieces, sources_of
@@ -201,7 +200,7 @@ def _locked(prefixes: list[Path], setting: str) -> Iterator[None]:
             yield
     except OSError as error:
         rule = f"cannot be written ({error.strerror or error}); what is already prepared is kept"
-        hint = f"{of_system(error, 'start again')}, or choose a writable folder ({setting}=PATH)"
+        hint = f"{REMEDIES.get(error.errno, 'start again')}, or choose a writable folder ({setting}=PATH)"
         raise UserError(Problem(setting, str(folder), rule, hint)) from error
 
 

@@ -42,8 +42,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO, get_args
 import xxhash
 
 from megalite.config.files import STATUS, absolute, fits, open_to_append, read_bytes, write_atomically
-from megalite.errors.problems import Problem, UserError, printable
-from megalite.errors.words import of_system
+from megalite.errors.problems import REMEDIES, Problem, UserError, printable
 
 if TYPE_CHECKING:
     from megalite.train.loop import Job
@@ -187,7 +186,7 @@ def open_record(path: Path, note: Note = print, *, last_step: int | None = None)
         return file
     except OSError as error:
         rule = f"cannot be written: {error.strerror}"
-        raise UserError(Problem("run_dir", str(path), rule, of_system(error, IN_THE_WAY))) from error
+        raise UserError(Problem("run_dir", str(path), rule, REMEDIES.get(error.errno, IN_THE_WAY))) from error
 
 
 class RunLog:

@@ -28,8 +28,7 @@ from megalite.config.schema import Config
 from megalite.config.step_plan import planned_steps
 from megalite.data.batches import StepBatches, train_batches, validation_batches
 from megalite.data.open import OpenedData
-from megalite.errors.problems import Problem, UserError, refuse
-from megalite.errors.words import several
+from megalite.errors.problems import Problem, UserError, refuse, several
 from megalite.launch.context import ParallelContext, all_ranks_or_raise
 from megalite.launch.signals import StopSignals
 from megalite.launch.watchdog import SAVES, Doing, after_report_s

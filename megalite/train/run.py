@@ -23,8 +23,7 @@ from megalite.config.layout import exchange_of
 from megalite.config.schema import Config
 from megalite.config.settings import DERIVED, OPEN, as_plain, value_of, with_values
 from megalite.data.open import OpenedData, TokenFiles, note_changed_files, open_data
-from megalite.errors.problems import Problem, UserError, collect, to_stderr
-from megalite.errors.words import several
+from megalite.errors.problems import Problem, UserError, collect, several, to_stderr
 from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
 from megalite.launch.device import slow_precision
 from megalite.launch.environment import ProcessEnvironment, end_compile_workers

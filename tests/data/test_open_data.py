@@ -78,7 +78,7 @@ def test_parts_of_different_tokenizers_are_refused(tmp_path: Path, config: Confi
         config.tokenizer = kind
         prepare_file(Source("text", (str(tmp_path / f"{name}.txt"),)), config, tmp_path / name)
     config.data.source, config.data.path = "tokens", [str(tmp_path / "a"), str(tmp_path / "b")]
-    with pytest.raises(UserError, match="different tokenizers"):
+    with pytest.raises(UserError, match="b was made by another tokenizer than the parts before"):
         open_data(config, prepare(config))
 
 
@@ -122,7 +122,7 @@ def test_another_tokenizer_than_the_one_that_made_the_tokens_is_refused(
     tokens.tokenizer = str(tmp_path / "right")
     assert open_data(tokens, prepare(tokens)).train.vocab_size == 100
     tokens.tokenizer = str(tmp_path / "other")
-    with pytest.raises(UserError, match="with another one than tokenizer names"):
+    with pytest.raises(UserError, match="a was made by another tokenizer than the one given"):
         open_data(tokens, prepare(tokens))
 
 

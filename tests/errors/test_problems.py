@@ -2,8 +2,7 @@
 
 import pytest
 
-from megalite.errors.problems import Problem, UserError, printable
-from megalite.errors.words import plain, several
+from megalite.errors.problems import Problem, UserError, plain, printable, several
 
 
 @pytest.mark.parametrize("place", ["setting", "value", "rule", "hint"])

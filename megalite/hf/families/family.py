@@ -9,7 +9,7 @@ from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
-from megalite.errors.words import plain
+from megalite.errors.problems import plain
 
 Found = Mapping[str, Any]  # config.json
 Settings = Mapping[str, Any]  # `model.*` without the prefix: {"num_layers": 12, "moe.top_k": 2}

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from megalite.errors.words import plain
+from megalite.errors.problems import plain
 from megalite.hf.families.family import Beyond, Family, Found, Settings
 
 _STRETCHED = {"rope_scaling_factor": "factor", "rope_original_positions": "original_max_position_embeddings"}

@@ -22,8 +22,7 @@ from markupsafe import Markup
 
 from megalite.config import files
 from megalite.config.files import COMPARISON, REPORT, Kind
-from megalite.errors.problems import Problem, UserError, collect, collect_all, printable
-from megalite.errors.words import plain
+from megalite.errors.problems import Problem, UserError, collect, collect_all, plain, printable
 from megalite.layout.ranks import ParallelLayout
 from megalite.observe import readable
 from megalite.observe.run_data import RunData, read_run
