@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from megalite.data.tokenizers import END, TextTokenizer, byte_letters, byte_tokenizer, load_tokenizer
+from megalite.data.tokenizers import END, TextTokenizer, _effect, byte_letters, byte_tokenizer, load_tokenizer
 from megalite.errors.problems import UserError
 from megalite.prepare.prepare import bpe_tokenizer, char_tokenizer, named_tokenizer
 
@@ -47,6 +47,14 @@ def test_bytes_are_looked_up_where_the_model_says_the_same() -> None:
         assert one._gives_bytes == (not change)
     with pytest.raises(UserError, match="only the special token '!'"):
         TextTokenizer(Tokenizer.from_str(json.dumps(spec)), {"eos_token": "!"}).encode("é!")
+
+
+def test_offsets_are_no_part_of_what_a_tokenizer_does() -> None:
+    def effect(**changes: object) -> object:
+        steps = {"type": "Sequence", "pretokenizers": [byte_tokenizer().spec["pre_tokenizer"] | changes]}
+        return _effect(Tokenizer.from_str(json.dumps(spec(pre_tokenizer=steps))))
+
+    assert effect() == effect(trim_offsets=False) != effect(use_regex=True)
 
 
 def test_char_numbers_the_symbols_in_order() -> None:

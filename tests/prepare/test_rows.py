@@ -76,6 +76,9 @@ def test_arrow_columns_of_every_kind_of_text_are_read_and_others_refused(tmp_pat
         parquet.write_table(pyarrow.table({"text": column}), path)
         with pytest.raises(UserError, match="row 0: column 'text' holds"):
             texts(Source("text", (str(path),)))
+    parquet.write_table(pyarrow.table({"text": pyarrow.array([None] * 299 + [b"a"])}), path)
+    with pytest.raises(UserError, match="row 299: column 'text' holds bytes"):
+        texts(Source("text", (str(path),)))
     parquet.write_table(pyarrow.Table.from_arrays([plain, plain], names=["text", "text"]), path)
     with pytest.raises(UserError, match="there must be one column 'text'"):
         texts(Source("text", (str(path),)))
