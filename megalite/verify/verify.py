@@ -58,7 +58,7 @@ def verify(
     small, layout, reference = shrink(config, world_size)
     changed = [f"{name}={value_of(small, name)}" for name in SHOWN if value_of(small, name) != value_of(config, name)]
     lines = [f"asked   {header_lines(layout_of(config, world_size))[0]}; model={config.model.name}"]
-    lines += [f"run     {header_lines(layout)[0]}; in fp64 on the CPU, on random text, with"]
+    lines += [f"run     {header_lines(layout)[0]}; in fp64 on the CPU, on random tokens, with"]
     lines += textwrap.wrap(" ".join(changed), 110, initial_indent=" " * 8, subsequent_indent=" " * 8)
     with tempfile.TemporaryDirectory(prefix="megalite-verify-") as name:
         folder, ranks = Path(name), layout.world_size
