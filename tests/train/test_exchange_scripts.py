@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import pretrain_gpt
-from megalite.commands import models, prepare
+from megalite.commands import models
 from tests.train.runs import write_text
 
 SHAPE = ["model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=4", "model.num_key_value_heads=2"]
@@ -225,7 +225,7 @@ def test_token_files_are_evaluated_as_the_text_they_were_made_of(
 ) -> None:
     for name, tokenizer in (("tokens", f"{trained}/run/tokenizer"), ("strange", "byte")):
         words = ["data=text", f"data.path={trained / 'other.txt'}", f"tokenizer={tokenizer}"]
-        assert prepare.main([*words, "--output", str(trained / name)]) == 0
+        assert models.prepare([*words, "--output", str(trained / name)]) == 0
     found = evaluation(capsys, str(trained / "run"), "data=tokens", f"data.path={trained / 'tokens'}")
     words = [f"data.path={trained / 'other.txt'}", f"data.cache_dir={trained / 'cache'}"]
     expected = evaluation(capsys, str(trained / "run"), "data=text", *words)
