@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-from megalite.commands import models
+from megalite.commands.models import prepare
 from megalite.config.compose import load_config
 from megalite.errors.problems import UserError
 from megalite.prepare import prepare as preparation
@@ -29,7 +29,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make(output: str, path: str = "books.json", tokenizer: str = "byte") -> int:
-    return models.prepare(["data=text", f"data.path={path}", f"tokenizer={tokenizer}", "--output", output])
+    return prepare(["data=text", f"data.path={path}", f"tokenizer={tokenizer}", "--output", output])
 
 
 def content(folder: Path) -> dict[str, bytes]:
