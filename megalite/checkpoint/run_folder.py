@@ -20,7 +20,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml  # type: ignore[import-untyped]
 
@@ -61,42 +61,29 @@ _OF_A_START = (
 )
 
 
-class RunLock:
-    """The kernel's lock on a file that names this job as its `holder`. It ends with the process, killed or not.
+def take_lock(path: Path) -> tuple[TextIO, dict[str, Any]]:
+    """The open file at `path` with the kernel's lock, which ends with the process, killed or not, and the job that it
+    now names. UserError where a live job has it, OSError where it cannot be written.
 
-    Where the file system has no such locks, the job that started last has it: the other one finds that it has `lost`.
+    Where the file system has no such locks, the job that started last has it: the other one finds its folder `lost`.
     """
-
-    def __init__(self, path: Path) -> None:
-        """Take the lock at `path`. UserError where a live job has it, OSError where the file cannot be written."""
-        self.path, self._file = path, open_to_append(path)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.close()
-            known = ", ".join(f"{name} {value}" for name, value in holder_of(path).items() if value)
-            remedy = "wait for that job, stop it, or set another run_dir"
-            problem = Problem("run_dir", str(path.parent), f"it is in use by another job: {known}", remedy)
-            raise UserError(problem) from None
-        except OSError:
-            pass
-        started, job = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.environ.get("SLURM_JOB_ID")
-        self.holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": started, "job": job}
-        self._file.truncate(0)
-        self._file.write(json.dumps(self.holder) + "\n")
-        os.fsync(self._file.fileno())
-
-    def lost(self) -> str | None:
-        """Why the file no longer names this job, None if it does."""
-        is_ours = holder_of(self.path) == self.holder
-        return None if is_ours else f"the run folder {self.path.parent} was taken over by another job, or was moved"
-
-    def release(self) -> None:
-        """Give the lock back, leaving an empty file: deleting it would race with the next job's opening it."""
-        with contextlib.suppress(OSError):  # the run is over, whatever its disk says
-            if self.lost() is None:
-                self._file.truncate(0)
-            self._file.close()
+    file = open_to_append(path)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        known = ", ".join(f"{name} {value}" for name, value in holder_of(path).items() if value)
+        remedy = "wait for that job, stop it, or set another run_dir"
+        problem = Problem("run_dir", str(path.parent), f"it is in use by another job: {known}", remedy)
+        raise UserError(problem) from None
+    except OSError:
+        pass
+    started, job = time.strftime("%Y-%m-%d %H:%M:%S %z"), os.environ.get("SLURM_JOB_ID")
+    holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": started, "job": job}
+    file.truncate(0)
+    file.write(json.dumps(holder) + "\n")
+    os.fsync(file.fileno())
+    return file, holder
 
 
 def holder_of(path: Path) -> dict[str, Any]:
@@ -115,12 +102,12 @@ class RunFolder:
         """Lock the folder for a new run or the one it holds; collective. UserError on all ranks where that cannot be.
         `config` is the resolved configuration as plain dictionaries; `fingerprint` identifies data and tokenizer."""
         self.path, self.checkpoints = path, path / CHECKPOINTS
-        self.lock: RunLock | None = None  # on rank 0
+        self.lock: TextIO | None = None  # on rank 0
         self._new: list[Path] = []  # what was not there before this start, on rank 0: innermost first
         try:
             opened = rank0_broadcast(context, lambda: self._open(resume, config, fingerprint))
-            self.run_id, self.changes, holder = opened
-            all_ranks_or_raise(context, lambda: self._find(holder), patient=True)
+            self.run_id, self.changes, self.holder = opened
+            all_ranks_or_raise(context, self._find, patient=True)
         except BaseException:
             self.withdraw()
             raise
@@ -135,12 +122,12 @@ class RunFolder:
             self._new = [place for place in places if not os.path.lexists(place)]
             self.path.mkdir(parents=True, exist_ok=True)
             try:
-                self.lock = RunLock(self.path / LOCK)
+                self.lock, self.holder = take_lock(self.path / LOCK)
             except UserError:  # another job has it, and what has appeared since is that job's
                 self._new = []
                 raise
             recover(self.checkpoints)
-        return run_id or secrets.token_hex(8), changes, self.lock.holder
+        return run_id or secrets.token_hex(8), changes, self.holder
 
     def _examine(self, resume: str, config: Mapping[str, Any], fingerprint: str) -> tuple[str, list[str]]:
         """The id of the run that the folder holds and which settings have changed since; nothing is touched. The id is
@@ -164,12 +151,12 @@ class RunFolder:
         refuse(problems)
         return str(run.get("run_id", "")), changes
 
-    def _find(self, holder: dict[str, Any]) -> None:
+    def _find(self) -> None:
         """UserError unless this rank sees the lock that rank 0 has taken: else it would write checkpoints elsewhere."""
         deadline, here = time.monotonic() + SEEN_WITHIN_S, socket.gethostname()
-        while holder_of(self.path / LOCK) != holder:
+        while holder_of(self.path / LOCK) != self.holder:
             if time.monotonic() > deadline:
-                rule = f"rank 0 on {holder['host']} has written its lock there, and {here} does not find it"
+                rule = f"rank 0 on {self.holder['host']} has written its lock there, and {here} does not find it"
                 remedy = "set run_dir to a folder on a disk that all nodes share, by the same path on each"
                 raise UserError(Problem("run_dir", str(self.path), rule, remedy))
             time.sleep(0.5)
@@ -184,13 +171,17 @@ class RunFolder:
             sync_folder(self.path.parent)
 
     def lost(self) -> str | None:
-        """Why this job has lost the folder, None if it has not. Rank 0 asks before every commit."""
-        return None if self.lock is None else self.lock.lost()
+        """Why the lock no longer names this job, None if it does. Rank 0 asks before every commit."""
+        is_ours = self.lock is None or holder_of(self.path / LOCK) == self.holder
+        return None if is_ours else f"the run folder {self.path} was taken over by another job, or was moved"
 
     def close(self) -> None:
-        """Let the next job in."""
+        """Let the next job in. The lock stays as an empty file: deleting it would race with that job's opening it."""
         if self.lock is not None:
-            self.lock.release()
+            with contextlib.suppress(OSError):  # the run is over, whatever its disk says
+                if self.lost() is None:
+                    self.lock.truncate(0)
+                self.lock.close()
 
     def withdraw(self) -> None:
         """Undo what was made for a run that does not begin, and close the folder."""

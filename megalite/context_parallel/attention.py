@@ -60,7 +60,7 @@ def _heads_for_rows(queries: Tensor, keys: Tensor, values: Tensor, ranks: CpGrou
     heads = queries, keys, values
     parts = torch.cat([part.flatten(3) for part in heads], dim=3)  # [n, b, groups, q_per_kv * d + d + e]
     parts = parts.unflatten(2, (size, -1)).permute(2, 0, 1, 3, 4)  # [a, n, b, groups / a, ...]
-    swapped: Tensor = _Swap.apply(parts.flatten(0, 1), ranks)
+    swapped = ranks.swap(parts.flatten(0, 1))
     widths = [part.shape[3] * part.shape[4] for part in heads]
     found = zip(swapped.split(widths, dim=3), heads, strict=True)
     queries, keys, values = (rows.unflatten(3, part.shape[3:]) for rows, part in found)
@@ -69,20 +69,8 @@ def _heads_for_rows(queries: Tensor, keys: Tensor, values: Tensor, ranks: CpGrou
 
 def _rows_for_heads(out: Tensor, ranks: CpGroups, size: int) -> Tensor:
     """[n * a, b, heads / a * e] -> [n, b, heads * e]"""
-    parts: Tensor = _Swap.apply(out, ranks).unflatten(0, (size, -1))  # [a, n, b, heads / a * e]
+    parts: Tensor = ranks.swap(out).unflatten(0, (size, -1))  # [a, n, b, heads / a * e]
     return parts.permute(1, 2, 0, 3).flatten(2)
-
-
-class _Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, ranks: CpGroups) -> Tensor:
-        ctx.ranks = ranks
-        return ranks.swap(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.swap(grads[0]), None
 
 
 class _RingAttention(torch.autograd.Function):
@@ -160,23 +148,18 @@ class _Tiles:
         """[b, 1, q, k], True where the query sees the key; None: everywhere, or as `causal` says."""
         if not tile.masked:
             return None
-        (query_positions, own), (key_positions, other) = (
-            (positions[slice(*rows)], documents[:, slice(*rows)])
-            for (positions, documents), rows in (
-                (self._block(self._ring.index), tile.queries),
-                (self._block(source), tile.keys),
+        documents, ring, cut = self._documents, self._ring, self.plan.cut
+        assert documents is not None
+        places = torch.arange(documents.shape[1], device=documents.device)
+        queries, keys = (
+            torch.cat([places[each.start : each.stop : each.step] for each in ranges])[slice(*rows)]
+            for ranges, rows in (
+                (block_places(len(places), ring.size, ring.index, cut), tile.queries),
+                (block_places(len(places), ring.size, source, cut), tile.keys),
             )
         )
-        return ((own[:, :, None] == other[:, None, :]) & (query_positions[:, None] >= key_positions)).unsqueeze(1)
-
-    def _block(self, index: int) -> tuple[Tensor, Tensor]:
-        """The positions of a block [m] and their documents [b, m]."""
-        assert self._documents is not None
-        length, device = self._documents.shape[1], self._documents.device
-        ranges = block_places(length, self._ring.size, index, self.plan.cut)
-        positions = torch.cat([torch.arange(each.start, each.stop, each.step, device=device) for each in ranges])
-        documents = [self._documents[:, each.start : each.stop : each.step] for each in ranges]
-        return positions, torch.cat(documents, dim=1)
+        is_same = documents[:, queries, None] == documents[:, None, keys]
+        return (is_same & (queries[:, None] >= keys)).unsqueeze(1)
 
 
 def _by_head(queries: Tensor) -> Tensor:

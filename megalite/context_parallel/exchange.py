@@ -9,7 +9,7 @@ Forward keeps none of what arrived: backward fetches it again, so that activatio
 computed with while the next one travels. Gradients travel in the dtype of the activations.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -24,6 +24,7 @@ from megalite.tensor_parallel.collectives import (
     start_all_to_all,
     start_reduce_scatter,
 )
+from megalite.tensor_parallel.mappings import mapped
 
 Waiting = Callable[[], AbstractContextManager[object]]
 Block = tuple[int, Tensor]  # whose, and the rows of it that travel: [m, ...]
@@ -51,17 +52,21 @@ class CpGroups:
 
     def swap(self, x: Tensor) -> Tensor:
         """Part i of x goes to rank i of `alltoall`, and part i of the result comes from it: its own adjoint."""
-        assert self.alltoall is not None
-        rows = [len(x) // self.alltoall.size] * self.alltoall.size
-        return self._arrived(start_all_to_all(x, rows, rows, self.alltoall))
+
+        def exchange(x: Tensor, group: TensorGroup) -> Tensor:
+            rows = [len(x) // group.size] * group.size
+            return self._arrived(start_all_to_all(x, rows, rows, group))
+
+        return mapped(x, exchange, exchange, self.alltoall)
 
     def blocks(self, own: Tensor, plan: AttentionPlan) -> Iterator[Block]:
         """Every block, the own one [m, ...] first: the others are on their way while it is computed with."""
         ring = self._ring
         if self.gathers:
-            arrive = self._fetched(own, plan) if plan.partial else self._gathered(own)
+            coming, rows = self._start_gather(own, plan)
             yield ring.index, own
-            yield from ((source, block) for source, block in arrive() if source != ring.index and len(block))
+            blocks = enumerate(self._arrived(coming).split(rows))
+            yield from ((source, block) for source, block in blocks if source != ring.index and len(block))
             return
         coming = self._pass_on(own)
         yield ring.index, own
@@ -102,18 +107,14 @@ class CpGroups:
             home[first : first + len(part)] += part
         return home.to(own.dtype)
 
-    def _gathered(self, own: Tensor) -> Callable[[], Iterable[Block]]:
-        """All blocks are on their way; what is returned waits for them."""
-        coming = start_all_gather(own, self._ring)
-        return lambda: enumerate(self._arrived(coming).chunk(self._ring.size))
-
-    def _fetched(self, own: Tensor, plan: AttentionPlan) -> Callable[[], Iterable[Block]]:
-        """The same of the rows that are needed here; of the own block, none."""
-        ring = self._ring
+    def _start_gather(self, own: Tensor, plan: AttentionPlan) -> tuple[Tensor, list[int]]:
+        """What is on its way, one block after the other, and how many rows of each: all, or those that are needed here
+        (of the own block, none)."""
+        if not plan.partial:
+            return start_all_gather(own, self._ring), [len(own)] * self._ring.size
         sends, receives = self._counts(plan.sent), self._counts(plan.fetched)
         sent = torch.cat([own[first : first + count] for (first, _), count in zip(plan.sent, sends, strict=True)])
-        coming = start_all_to_all(sent, sends, receives, ring)
-        return lambda: enumerate(self._arrived(coming).split(receives))
+        return start_all_to_all(sent, sends, receives, self._ring), receives
 
     def _pass_on(self, block: Tensor) -> Tensor:
         """To the next rank; what comes from the one before is there once it is waited for."""

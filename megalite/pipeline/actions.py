@@ -9,6 +9,9 @@ import re
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+Direction = Literal["forward", "backward"]  # of what travels: activations, gradients
+Role = Literal["send", "receive"]
+Place = tuple[Direction, int, int]  # what a rank's chunk receives or sends of a microbatch: (way, chunk, microbatch)
 ActionKind = Literal["forward", "backward", "backward-input", "backward-weight"]
 LETTERS: dict[ActionKind, str] = {"forward": "F", "backward": "B", "backward-input": "I", "backward-weight": "W"}
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}
@@ -23,6 +26,10 @@ class Action(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.chunk}{LETTERS[self.kind]}{self.microbatch}"
+
+    @property
+    def place(self) -> Place:
+        return "forward" if self.kind == "forward" else "backward", self.chunk, self.microbatch
 
 
 def parse_action(cell: str) -> Action:
@@ -52,19 +59,14 @@ class Schedule:
         """Stages of the whole pipeline: vpp chunks on each of pp ranks."""
         return self.pp * self.vpp
 
-    def sent_tensor_id(self, rank: int, action: Action) -> int | None:
-        """The tensor that the action sends to another stage; its id is unique in the step.
+    def tensor_id(self, role: Role, rank: int, action: Action) -> int | None:
+        """The tensor that the action sends to another stage, or receives from one; None where it does not.
 
         Ids count the microbatches of each stage's activations, then the microbatches of each stage's gradients.
         """
         stage, forward = action.chunk * self.pp + rank, action.kind == "forward"
-        if action.kind == "backward-weight" or stage == (self.stages - 1 if forward else 0):
+        sender = stage if role == "send" else stage - 1 if forward else stage + 1
+        senders = range(self.stages - 1) if forward else range(1, self.stages)
+        if action.kind == "backward-weight" or sender not in senders:
             return None
-        return (stage if forward else self.stages + stage) * self.microbatches + action.microbatch
-
-    def received_tensor_id(self, rank: int, action: Action) -> int | None:
-        """The tensor that the action receives: what its neighbour stage sends under this id."""
-        stage, forward = action.chunk * self.pp + rank, action.kind == "forward"
-        if action.kind == "backward-weight" or stage == (0 if forward else self.stages - 1):
-            return None
-        return (stage - 1 if forward else self.stages + stage + 1) * self.microbatches + action.microbatch
+        return (sender if forward else self.stages + sender) * self.microbatches + action.microbatch

@@ -19,14 +19,13 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from megalite.data.batch import Batch
 from megalite.model.gpt import GPT
-from megalite.pipeline.actions import Action, Schedule
+from megalite.pipeline.actions import Action, Direction, Place, Schedule
 from megalite.pipeline.simulator import Span
-from megalite.pipeline.transfers import Direction, Instruction, Transfer, Wait, instructions
+from megalite.pipeline.transfers import Instruction, Transfer, Wait, instructions
 from megalite.tensor_parallel.deferred import Later
 
 ScheduleOf = Callable[[int], Schedule]  # the schedule of a number of microbatches
 Phase = Literal["forward", "backward", "communication"]  # of a step
-Forward = Callable[[GPT, Batch, Tensor | None], Tensor]  # what a chunk makes of a microbatch and what it received
 FIRST = 2  # microbatches before a graph's capture: they compile, choose kernels and fill caches, which no capture can
 
 
@@ -53,7 +52,8 @@ class Executor:
         self.chunks, self.rank, self.groups, self.device = chunks, rank, groups, chunks[0].device
         self.expect_last_gradients, self._switch = expect_last_gradients, switch
         self._graph = MicrobatchGraph(chunks[0]) if graph else None
-        self._training, self._evaluation, self._plan = training, evaluation, cache(self._planned)
+        self._training, self._evaluation = training, evaluation
+        self._plan = cache(lambda schedule_of, microbatches: instructions(schedule_of(microbatches))[rank])
         self._recorded: list[Span] | None = None
         # Waits for what was sent: nothing that is computed needs to.
         self.aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" and groups else None
@@ -67,21 +67,17 @@ class Executor:
             self._switch("forward")
             self.performed += len(batches)
             return sum((self._graph(batch, scale) for batch in batches), start=torch.zeros_like(scale))
-        return self._losses(self._training, batches, scale)
+        return sum(self._run(self._training, batches, scale), start=torch.zeros_like(scale))
 
     @torch.no_grad()
     def evaluate(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
         """Forward alone; the sum of the losses as in `forward_backward`."""
-        return self._losses(self._evaluation, batches, scale)
-
-    def _losses(self, schedule_of: ScheduleOf, batches: Sequence[Batch], scale: Tensor) -> Tensor:
-        losses = self._run(schedule_of, batches, lambda chunk, batch, received: chunk.loss(batch, scale, received))
-        return sum(losses, start=torch.zeros_like(scale))
+        return sum(self._run(self._evaluation, batches, scale), start=torch.zeros_like(scale))
 
     @torch.no_grad()
     def hidden(self, batch: Batch) -> Tensor | None:
         """The final hidden states of a microbatch (`GPT.forward`), where the pipeline ends; None elsewhere."""
-        found = self._run(self._evaluation, [batch], lambda chunk, batch, received: chunk(batch, received))
+        found = self._run(self._evaluation, [batch], None)
         return found[0] if found else None
 
     @contextmanager
@@ -105,17 +101,13 @@ class Executor:
                 elif self.rank == receiver:
                     dist.recv(token, group=group, group_src=sender)
 
-    def _planned(self, schedule_of: ScheduleOf, microbatches: int) -> tuple[Schedule, tuple[Instruction, ...]]:
-        schedule = schedule_of(microbatches)
-        return schedule, instructions(schedule)[self.rank]
-
-    def _run(self, schedule_of: ScheduleOf, batches: Sequence[Batch], forward: Forward) -> list[Tensor]:
-        schedule, todo = self._plan(schedule_of, len(batches))
-        run = _Run(self, schedule, batches, forward)
-        for instruction in todo:
+    def _run(self, schedule_of: ScheduleOf, batches: Sequence[Batch], scale: Tensor | None) -> list[Tensor]:
+        """What the pipeline's end makes of each microbatch: its loss, or without a `scale` its hidden states."""
+        run = _Run(self, batches, scale)
+        for instruction in self._plan(schedule_of, len(batches)):
             self.at, self.performed = instruction, self.performed + 1
             if torch.is_grad_enabled():  # in training
-                self._switch(_phase(instruction))
+                self._switch(instruction.place[0] if isinstance(instruction, Action) else "communication")
             if isinstance(instruction, Transfer):
                 run.post(instruction)
             elif isinstance(instruction, Wait):
@@ -133,21 +125,15 @@ class Executor:
         return perf_counter()
 
 
-def _phase(instruction: Instruction) -> Phase:
-    if not isinstance(instruction, Action):
-        return "communication"
-    return "forward" if instruction.kind == "forward" else "backward"
-
-
 class _Run:
     """One batch on its way through the pipeline."""
 
-    def __init__(self, executor: Executor, schedule: Schedule, batches: Sequence[Batch], forward: Forward) -> None:
-        self._executor, self._schedule, self._batches, self._apply = executor, schedule, batches, forward
-        self._chunks, self._rank = executor.chunks, executor.rank
+    def __init__(self, executor: Executor, batches: Sequence[Batch], scale: Tensor | None) -> None:
+        self._executor, self._chunks, self._batches, self._scale = executor, executor.chunks, batches, scale
         self.results: list[Tensor] = []  # of each microbatch, where the pipeline ends
-        self._here: dict[int, Tensor] = {}  # by tensor_id: received and not used yet, or computed and not sent yet
-        self._travelling: dict[int, tuple[dist.Work, Tensor]] = {}  # a transfer uses its tensor until it is waited for
+        self._received: dict[Place, Tensor] = {}  # and not used yet
+        self._computed: dict[Place, Tensor] = {}  # and not sent yet
+        self._travelling: dict[Transfer, tuple[dist.Work, Tensor]] = {}  # it uses its tensor until it is waited for
         # Between forward and backward, by chunk and microbatch: the chunk's input (None where tokens enter), and the
         # edge of the activation that was sent, or of the loss.
         self._in_flight: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
@@ -155,25 +141,25 @@ class _Run:
     def post(self, transfer: Transfer) -> None:
         group = self._executor.groups[transfer.direction]
         if transfer.role == "send":
-            tensor = self._here.pop(transfer.tensor_id)
+            tensor = self._computed.pop(transfer.place)
             work = dist.isend(tensor, group=group, group_dst=transfer.peer)
         else:
             chunk, batch = self._chunks[transfer.chunk], self._batches[transfer.microbatch]
             tensor = torch.empty(chunk.activation_shape(batch), dtype=chunk.dtype, device=chunk.device)
             work = dist.irecv(tensor, group=group, group_src=transfer.peer)
         assert work is not None, "this rank is in the group"
-        self._travelling[transfer.tensor_id] = work, tensor
+        self._travelling[transfer] = work, tensor
 
     def wait(self, transfer: Transfer) -> None:
-        work, tensor = self._travelling.pop(transfer.tensor_id)
+        work, tensor = self._travelling.pop(transfer)
         aside = self._executor.aside if transfer.role == "send" else None
         try:
             with torch.cuda.stream(aside):  # None: where it is
                 work.wait()
         except RuntimeError as error:
-            raise type(error)(f"pipeline rank {self._rank} could not {transfer}: {error}") from error
+            raise type(error)(f"pipeline rank {self._executor.rank} could not {transfer}: {error}") from error
         if transfer.role == "receive":
-            self._here[transfer.tensor_id] = tensor
+            self._received[transfer.place] = tensor
         elif aside is not None:
             tensor.record_stream(aside)  # its memory is free for others once it is sent
 
@@ -187,37 +173,29 @@ class _Run:
 
     def _forward(self, action: Action) -> None:
         chunk, batch = self._chunks[action.chunk], self._batches[action.microbatch]
-        received = self._input(action)
+        received = self._received.pop(action.place, None)
         if received is not None and torch.is_grad_enabled():
             received.requires_grad_()
-        output = self._apply(chunk, batch, received)
-        if chunk.has_loss:
-            self.results.append(output.detach())
+        output = chunk(batch, received) if self._scale is None else chunk.loss(batch, self._scale, received)
         if torch.is_grad_enabled():
             self._in_flight[action.chunk, action.microbatch] = received, get_gradient_edge(output)
-        self._output(action, output.detach())
+        if chunk.has_loss:
+            self.results.append(output.detach())
+        else:
+            self._computed[action.place] = output.detach().contiguous()
 
     def _backward(self, action: Action) -> None:
         """The whole backward pass, or all but the weight gradients of the linears."""
         received, output = self._in_flight.pop((action.chunk, action.microbatch))
-        gradient = self._input(action)  # None: the output is the loss
+        gradient = self._received.pop(action.place, None)  # None: the output is the loss
         deferred = self._chunks[action.chunk].deferred
-        if action.microbatch == self._schedule.microbatches - 1:
+        if action.microbatch == len(self._batches) - 1:
             self._executor.expect_last_gradients(action.chunk, deferred.put)
         with deferred.collecting() if action.kind == "backward-input" else nullcontext():
             torch.autograd.backward((output,), (gradient,))
         if received is not None:
             assert received.grad is not None
-            self._output(action, received.grad)
-
-    def _input(self, action: Action) -> Tensor | None:
-        tensor_id = self._schedule.received_tensor_id(self._rank, action)
-        return None if tensor_id is None else self._here.pop(tensor_id)
-
-    def _output(self, action: Action, tensor: Tensor) -> None:
-        tensor_id = self._schedule.sent_tensor_id(self._rank, action)
-        if tensor_id is not None:
-            self._here[tensor_id] = tensor.contiguous()
+            self._computed[action.place] = received.grad.contiguous()
 
 
 class MicrobatchGraph:

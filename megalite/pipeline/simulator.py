@@ -49,7 +49,7 @@ def simulate(schedule: Schedule, durations: Durations, transfer: float = 0) -> t
         clock = done[-1].end if done else 0
         while len(done) < len(actions):
             action = actions[len(done)]
-            needed = schedule.received_tensor_id(rank, action)
+            needed = schedule.tensor_id("receive", rank, action)
             if needed is not None:
                 if needed not in arrivals:
                     waiting[needed] = rank
@@ -57,7 +57,7 @@ def simulate(schedule: Schedule, durations: Durations, transfer: float = 0) -> t
                 clock = max(clock, arrivals[needed])
             done.append(Span(action, clock, clock + durations[rank, action.chunk, action.kind]))
             clock = done[-1].end
-            sent = schedule.sent_tensor_id(rank, action)
+            sent = schedule.tensor_id("send", rank, action)
             if sent is not None:
                 arrivals[sent] = clock + transfer
                 if sent in waiting:

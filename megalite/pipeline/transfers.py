@@ -14,13 +14,11 @@ before the next one in its direction: at most one output is kept besides the new
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from megalite.pipeline.actions import Action, Schedule
+from megalite.pipeline.actions import Action, Direction, Place, Role, Schedule
 from megalite.pipeline.simulator import Span, equal_durations, simulate
 
-Direction = Literal["forward", "backward"]
-Role = Literal["send", "receive"]
 STEP, FLIGHT = 4, 1  # of the order's equal stage times: a forward pass or half a backward pass, and a transfer
 
 
@@ -37,6 +35,10 @@ class Transfer(NamedTuple):
     chunk: int
     microbatch: int
     tensor_id: int  # the same on both ranks
+
+    @property
+    def place(self) -> Place:
+        return self.direction, self.chunk, self.microbatch
 
     def __str__(self) -> str:
         """`receive the activation for 0F3 from rank 1`"""
@@ -61,20 +63,19 @@ def instructions(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
     order: dict[int, tuple[float, int]] = {}  # by tensor: what transfers of one direction are ordered by
     for rank, spans in enumerate(ideal):
         for action, _, end in spans:
-            if (sent := schedule.sent_tensor_id(rank, action)) is not None:
+            if (sent := schedule.tensor_id("send", rank, action)) is not None:
                 order[sent] = end, action.chunk * schedule.pp + rank
     return tuple(tuple(_of_rank(schedule, rank, spans, order)) for rank, spans in enumerate(ideal))
 
 
 def transfer_of(role: Role, schedule: Schedule, rank: int, action: Action) -> Transfer | None:
     """The transfer that brings an action its input ("receive"), or takes its output to another rank ("send")."""
-    tensor_id = (schedule.sent_tensor_id if role == "send" else schedule.received_tensor_id)(rank, action)
+    tensor_id, (direction, chunk, microbatch) = schedule.tensor_id(role, rank, action), action.place
     if tensor_id is None:
         return None
-    kind, chunk, microbatch = action
-    to_the_next = (role == "send") == (kind == "forward")
+    to_the_next = (role == "send") == (direction == "forward")
     peer = (rank + (1 if to_the_next else -1)) % schedule.pp
-    return Transfer(role, "forward" if kind == "forward" else "backward", peer, chunk, microbatch, tensor_id)
+    return Transfer(role, direction, peer, chunk, microbatch, tensor_id)
 
 
 def _of_rank(

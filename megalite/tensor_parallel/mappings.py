@@ -30,30 +30,31 @@ from megalite.tensor_parallel.collectives import (
     start_reduce_scatter,
 )
 
-_Operation = Callable[[Tensor, TensorGroup], Tensor]
+Operation = Callable[[Tensor, TensorGroup], Tensor]
 
 
 def reduce_from_tensor_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
     """The sum of the ranks' x."""
-    return _map(x, _sum, _same, group)
+    return mapped(x, _sum, _same, group)
 
 
 def gather_from_sequence_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
     """The whole sequence: [s/t, ...] -> [s, ...]."""
-    return _map(x, _gather, _split, group)
+    return mapped(x, _gather, _split, group)
 
 
 def reduce_scatter_to_sequence_parallel(x: Tensor, group: TensorGroup | None) -> Tensor:
     """This rank's part of the sequence of the sum of the ranks' x: [s, ...] -> [s/t, ...]."""
-    return _map(x, _reduce_scatter, _gather, group)
+    return mapped(x, _reduce_scatter, _gather, group)
 
 
 def gather_for_terms(x: Tensor, group: TensorGroup | None) -> Tensor:
     """Everybody's x, of which each rank makes a term of a sum of its own: [n, ...] -> [t * n, ...]."""
-    return _map(x, _gather, _reduce_scatter, group)
+    return mapped(x, _gather, _reduce_scatter, group)
 
 
-def _map(x: Tensor, forward: _Operation, backward: _Operation, group: TensorGroup | None) -> Tensor:
+def mapped(x: Tensor, forward: Operation, backward: Operation, group: TensorGroup | None) -> Tensor:
+    """The linear operation `forward`, whose gradient is its adjoint `backward`."""
     return x if group is None else _Mapping.apply(x, forward, backward, group)
 
 
@@ -61,7 +62,7 @@ class _Mapping(torch.autograd.Function):
     """A linear operation and its adjoint, whose adjoint in turn is the operation."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: _Operation, backward: _Operation, group: TensorGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, forward: Operation, backward: Operation, group: TensorGroup) -> Tensor:
         ctx.operations, ctx.group = (forward, backward), group
         return forward(x, group)
 

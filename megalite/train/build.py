@@ -49,9 +49,9 @@ from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.optim.rank_buffers import rank_buffers, records_of
 from megalite.optim.zero import GradientSync, ParameterGather, ReplicaGroups
+from megalite.pipeline.actions import Direction
 from megalite.pipeline.executor import Executor
 from megalite.pipeline.schedules import build_schedule, forward_only
-from megalite.pipeline.transfers import Direction
 from megalite.tensor_parallel.collectives import TensorGroup, share_memory, why_products_cannot_send
 from megalite.train.metrics import StepClock
 

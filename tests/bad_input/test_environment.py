@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import pretrain_gpt
-from megalite.checkpoint.run_folder import RunLock, holder_of
+from megalite.checkpoint.run_folder import holder_of, take_lock
 from megalite.commands import train
 from megalite.launch.context import ParallelContext
 from tests.bad_input.launching import SMALL, TOKENS, Row, Scene, check, free_port, tree, write_corpus
@@ -37,8 +37,8 @@ def port_in_use(scene: Scene) -> None:
 
 def live_job(scene: Scene) -> None:
     (scene.folder / "run").mkdir()
-    lock = RunLock(scene.folder / "run" / "lock")
-    scene.until_the_end.callback(lock.release)
+    lock, _ = take_lock(scene.folder / "run" / "lock")
+    scene.until_the_end.enter_context(lock)
 
 
 def not_writable(scene: Scene) -> None:
@@ -191,7 +191,7 @@ def disk_of_its_own(patch: pytest.MonkeyPatch, last: bool) -> list[str]:
     """On which a copy of the run lies that was made before this start."""
     if last:
         folder = Path(tempfile.mkdtemp())
-        RunLock(folder / "lock").release()
+        (folder / "lock").touch()
         patch.setattr("megalite.checkpoint.run_folder.SEEN_WITHIN_S", 0.2)
         patch.setattr("megalite.checkpoint.run_folder.holder_of", lambda path: holder_of(folder / "lock"))
     return []

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from megalite.checkpoint.run_folder import RunFolder, RunLock, compare
+from megalite.checkpoint.run_folder import RunFolder, compare
 from megalite.checkpoint.store import save
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain, leaves
@@ -173,8 +173,8 @@ def test_a_file_or_an_impossible_place_is_refused_and_leaves_nothing(tmp_path: P
 HOLD = """
 import sys, time
 from pathlib import Path
-from megalite.checkpoint.run_folder import RunLock
-lock = RunLock(Path(sys.argv[1]))
+from megalite.checkpoint.run_folder import take_lock
+lock = take_lock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(600)
 """
@@ -216,19 +216,18 @@ def test_the_lock_of_a_killed_job_is_taken_over_at_once(tmp_path: Path, other_jo
 def test_without_locks_of_the_kernel_the_job_that_started_last_has_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "lock"
-    first = RunLock(path)
+    first = start(tmp_path)
 
     def no_locks(*_: object) -> None:
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr(fcntl, "flock", no_locks)
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
-    second = RunLock(path)
+    second = start(tmp_path)
     assert "was taken over by another job" in (first.lost() or "")
     assert second.lost() is None
-    first.release()
-    assert "elsewhere" in path.read_text(), "a lock that was taken over is not ours to clear"
+    first.close()
+    assert "elsewhere" in (tmp_path / "lock").read_text(), "a lock that was taken over is not ours to clear"
 
 
 def open_with_blind_ranks(context: ParallelContext, path: Path, fingerprint: str) -> Any:

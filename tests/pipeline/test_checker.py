@@ -70,8 +70,8 @@ def sound(table: Schedule) -> bool:
     while went_on:
         went_on = False
         for rank, actions in enumerate(left):
-            while actions and (table.received_tensor_id(rank, actions[0]) in {None, *sent}):
-                number = table.sent_tensor_id(rank, actions.pop(0))
+            while actions and (table.tensor_id("receive", rank, actions[0]) in {None, *sent}):
+                number = table.tensor_id("send", rank, actions.pop(0))
                 sent |= set() if number is None else {number}
                 went_on = True
     return not any(left)

@@ -21,10 +21,10 @@ from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
 from megalite.model.gpt import GPT
 from megalite.pipeline import executor as executor_module
-from megalite.pipeline.actions import Action, Schedule
+from megalite.pipeline.actions import Action, Direction, Schedule
 from megalite.pipeline.executor import Executor
 from megalite.pipeline.schedules import build_schedule, forward_only
-from megalite.pipeline.transfers import Direction, Instruction, Transfer, Wait, instructions
+from megalite.pipeline.transfers import Instruction, Transfer, Wait, instructions
 from megalite.tensor_parallel.deferred import Later
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megalite.train.evaluate import evaluate as evaluate_batches
