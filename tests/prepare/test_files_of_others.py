@@ -92,9 +92,9 @@ def test_what_is_made_is_not_inside_the_folder_that_is_read(place: Path, capfd: 
         assert make(output, "rows") == 2
         assert "a folder that is read whole" in capfd.readouterr().err
     assert [path.name for path in Path("rows").iterdir() if path.is_file()] == ["a.jsonl"]
-    for cache in ("rows/cache", "link/cache"):
+    for path, cache in (("./rows", "rows/cache"), ("./rows", "link/cache"), ("link", "rows/more/cache")):
         with pytest.raises(UserError, match="would write into its own data"):
-            load_config(["data=text", "data.path=./rows", f"data.cache_dir={cache}"], 1)
+            load_config(["data=text", f"data.path={path}", f"data.cache_dir={cache}"], 1)
 
 
 def test_the_copy_that_datasets_keeps_of_a_local_folder_is_its_user_s_alone(place: Path) -> None:
