@@ -7,7 +7,6 @@ import json
 import shutil
 import sys
 from argparse import Namespace
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -15,9 +14,9 @@ from megalite.commands.command import COUNT, PICTURE, RANKS, WORLD_SIZE, Shown, 
 from megalite.commands.train import train_rank
 from megalite.config import rules
 from megalite.config.arguments import number_from
-from megalite.config.compose import load_config, load_values, names_of
+from megalite.config.compose import load_values, names_of
 from megalite.config.derive import derive_vocabulary, schedule_request
-from megalite.config.layout import STAGE_NAMES, dense_ranks, layout_of, stage_settings
+from megalite.config.layout import STAGE_NAMES, layout_of, stage_settings
 from megalite.config.rule import Case, problems_of
 from megalite.config.schema import A_YEAR_S
 from megalite.config.settings import with_values
@@ -122,11 +121,7 @@ def buffers(options: Namespace, overrides: list[str]) -> Shown:
 
     precision=auto counts as bf16, and a vocabulary that only the data would tell as the usual one of its tokenizer.
     """
-    world_size = options.world_size or options.dp or 2
-    with suppress(UserError):  # which load_config then tells
-        sizes = load_values(overrides, [f"parallel.{axis}" for axis in ("tp", "cp", "pp")])
-        world_size = options.world_size or (options.dp or 2) * dense_ranks(sizes)
-    config = load_config(overrides, world_size)
+    config, world_size = load(overrides, options.world_size, options.dp or 2)
     if options.rank >= world_size:
         rule = f"there are {world_size} ranks, counted from 0"
         raise UserError(Problem("--rank", options.rank, rule, f"--rank {world_size - 1}, or less"))
@@ -156,6 +151,9 @@ def verify(options: Namespace, overrides: list[str]) -> Shown:
     Exit status: 0 the layout computes the same, 1 it does not (or a rank failed or hung), 2 refused.
     """
     config, world_size = load(overrides, options.world_size, options.dp)
+    if world_size == 1:
+        rule, remedy = "one process is what layouts are compared to", "--dp 2, or parallel.tp=2 with a batch to suit"
+        raise UserError(Problem("world size", 1, rule, remedy))
     from megalite.verify import verify as verification  # and torch
     from megalite.verify.running import RunFailure
 

@@ -8,7 +8,7 @@ dense file also makes a model with experts: the MLP is every expert, and there a
 
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial, reduce
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,6 @@ from megalite.config.model_folder import (
     imported_model,
     imported_model_settings,
     read_model_file,
-    settings_of,
 )
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, leaves, with_values, yaml_value
@@ -185,7 +184,7 @@ def import_model(
     folder = Path(folder)
     family, settings = FAMILIES[read_model_file(folder)["model_type"]], imported_model_settings(folder)
     config = replace(config, vocab_size=config.vocab_size or settings["vocab_size"])
-    ours = settings_of(config)
+    ours = leaves(asdict(config))
     others = differences(settings, ours)
     if config.moe.num_experts and not family.has_experts:  # the MLP is every expert, and experts have no biases
         experts = {"moe.ffn_hidden_size": settings["ffn_hidden_size"], "moe.num_shared_experts": 0}

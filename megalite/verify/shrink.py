@@ -16,7 +16,7 @@ from megalite.config.layout import dense_ranks, exchange_of, layout_of, least_wo
 from megalite.config.rules import BLOCK, check
 from megalite.config.schema import Config, ParallelConfig
 from megalite.config.settings import SETTINGS, value_of, with_values
-from megalite.errors.problems import Problem, UserError
+from megalite.errors.problems import UserError
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.stages import stage_layers
 
@@ -48,7 +48,7 @@ MOST = {"optimizer.lr": 1e-2, "optimizer.clip_grad": 0.05}  # small models have 
 
 
 def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Config, int]:
-    """The config of the launcher's overrides and the world that it is verified on; UserError with all that is wrong.
+    """The config of the launcher's overrides and the size of the world; UserError with all that is wrong.
 
     The world is `world_size`, or `dp` times the ranks that the layout needs: by default 2 times, so that data
     parallelism is verified as well, where that is at most 8 ranks and is not refused.
@@ -61,16 +61,12 @@ def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Confi
         with suppress(UserError):
             return load_config(argv, 2 * world), 2 * world
     try:
-        config = load_config(argv, world)
+        return load_config(argv, world), world
     except UserError:
         if world_size is None:  # it follows the sizes: what is wrong in a world that all of them divide?
             roomy = lcm(world, *range(1, 13))
             load_config([*argv, f"train.global_batch_size={roomy}", "train.micro_batch_size=1"], roomy)
         raise
-    if world == 1:
-        rule, remedy = "one process is what layouts are compared to", "--dp 2, or parallel.tp=2 with a batch to suit"
-        raise UserError(Problem("world size", 1, rule, remedy))
-    return config, world
 
 
 def shrink(config: Config, world_size: int) -> tuple[Config, ParallelLayout, Config]:
