@@ -164,7 +164,7 @@ def model_card(model: SavedModel, metrics: Mapping[str, Any]) -> bytes:
         family=family_of(config.model),
         parameters=parameter_count(config.model),
         active=active_parameters(config.model),
-        text="; ".join(filter(None, [", ".join(filter(None, names)), state.data.description])),
+        text="; ".join(filter(None, [", ".join(filter(None, names)), state.data["description"]])),
         start=f"the weights of {Path(begun).name}" if begun else f"seed {config.seed}",
         metrics={name: value for name, value in metrics.items() if value is not None},
     )

@@ -89,8 +89,8 @@ def _own_data(saved: SavedModel, asked: Config, named: Set[str]) -> Work:
     count = (asked if "train.eval_batches" in named else config).train.eval_batches
     config = with_values(config, {"train.eval_interval": config.train.eval_interval or 1, "train.eval_batches": count})
     opened, known = open_data(config, prepare(config)), state.data
-    if opened.fingerprint != known.fingerprint:
-        rule = f"it is not the data of the run any more: {opened.description} now, {known.description} then"
+    if opened.fingerprint != known["fingerprint"]:
+        rule = f"it is not the data of the run any more: {opened.description} now, {known['description']} then"
         raise UserError(Problem("data", config.data.path, rule, NAME_DATA))
     if opened.validation is None:
         rule = "the run holds out nothing for validation"

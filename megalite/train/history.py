@@ -31,7 +31,8 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
@@ -140,21 +141,17 @@ def examine_records(job: "Job") -> tuple[int, bool, Record]:
     return job.evaluated_step, finished, measured[-1] if measured else {}
 
 
-class Seals:
-    """Bytes and hash of the files of the record in a run's folder, by name: a checkpoint keeps them. A call reads what
-    the files have gained since the call before."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._bytes = folder, dict.fromkeys((METRICS, EVENTS), 0)
-        self._hashes = {name: xxhash.xxh3_128() for name in self._bytes}
-
-    def __call__(self) -> dict[str, Record]:
-        for name, hashed in self._hashes.items():
-            with suppress(OSError), open(self._folder / name, "rb") as file:  # no record is worth the run
-                file.seek(self._bytes[name])
+def seals(folder: Path) -> Iterator[dict[str, Record]]:
+    """Bytes and hash of the files of the record in a run's folder, by name: for one checkpoint after the other. Only
+    what the files have gained since the checkpoint before is read."""
+    hashes, sizes = {name: xxhash.xxh3_128() for name in (METRICS, EVENTS)}, Counter[str]()
+    while True:
+        for name, hashed in hashes.items():
+            with suppress(OSError), open(folder / name, "rb") as file:  # no record is worth the run
+                file.seek(sizes[name])
                 hashed.update(gained := file.read())
-                self._bytes[name] += len(gained)
-        return {name: {"bytes": self._bytes[name], "hash": self._hashes[name].hexdigest()} for name in self._hashes}
+                sizes[name] += len(gained)
+        yield {name: {"bytes": sizes[name], "hash": hashed.hexdigest()} for name, hashed in hashes.items()}
 
 
 def changes(folder: Path, sealed: Mapping[str, Any], step: int) -> list[str]:

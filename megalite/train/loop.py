@@ -16,8 +16,9 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
+from math import inf
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -32,33 +33,37 @@ from megalite.errors.problems import Problem, UserError, refuse, several
 from megalite.launch.context import ParallelContext, all_ranks_or_raise
 from megalite.launch.signals import StopSignals
 from megalite.launch.watchdog import SAVES, Doing, after_report_s
+from megalite.optim.schedule import learning_rate
 from megalite.pipeline.simulator import Span
 from megalite.train.build import Training, data_share
 from megalite.train.evaluate import evaluate, sample
 from megalite.train.history import PIPELINE, Record, RunLog, StatusFile, StepPart
-from megalite.train.metrics import Meter, lr_of
+from megalite.train.metrics import Meter
 from megalite.train.saving import Progress, Saver, TrainingStoppedError, check_replicas
 from megalite.train.step import PendingMetrics, TrainStep
 
 # An accelerator runs ahead of the host: its metrics are read one step late. A CPU's are there at once.
 LATENESS = {"cpu": 0, "cuda": 1}
 PROFILES, ROWS = "profile", 30  # the folder in a run's, and rows of its tables
+Phase = Literal["start-up", "training", "in a save"]  # of a rank
+PATIENCE: dict[Phase, float] = {"start-up": inf, "in a save": SAVES}  # tokens to prepare may take a day, for example
 BROKEN_OFF = "asked to stop: the {} after step {} is broken off, nothing of it is recorded"
 
 
 @dataclass
 class Job:
-    """One run on this rank: all that it consists of, and where it stands. The loop moves it on."""
+    """One run on this rank: all that it consists of, and where it stands. `set_up` fills it, the loop moves it on."""
 
     config: Config
     context: ParallelContext
-    data: OpenedData
-    folder: RunFolder
-    training: Training
-    prompts: dict[str, list[int]]  # of the samples of text, and their tokens
     hosts: list[str]  # where each rank runs
     log: RunLog
     status: StatusFile
+    data: OpenedData = field(init=False)
+    folder: RunFolder = field(init=False)
+    training: Training = field(init=False)
+    prompts: dict[str, list[int]] = field(init=False)  # of the samples of text, and their tokens
+    saver: Saver = field(init=False)
     progress: Progress = field(default_factory=Progress)
 
     # From the checkpoint that the run continues from, and from the records beside it.
@@ -73,7 +78,7 @@ class Job:
     stopping: bool = False  # all ranks know that one of them was asked to stop
     problems: list[Problem] = field(default_factory=list)  # of the input that this rank has read: no step is applied
     under_way: bool = False  # the first step is done: from now on no rank is late for a good reason
-    saving: bool = False  # training waits for a save
+    phase: Phase = "start-up"
     begun_step: int = 0
     evaluated_step: int = -1  # the newest one
 
@@ -82,16 +87,11 @@ class Job:
         self.stopping = self.stopping or any(self.context.gather_json([True] if self.stop.requested else []))
         return not self.stopping
 
-    @property
-    def evaluation_interval(self) -> int:
-        """Steps between evaluations; 0: there are none."""
-        return 0 if self.data.validation is None else self.config.train.eval_interval
-
     def owes_evaluation(self) -> bool:
         """Whether the evaluation that is due after the newest step has not been done."""
-        step, interval = self.progress.step, self.evaluation_interval
-        due = interval > 0 and step > 0 and (step % interval == 0 or step == self.config.train.steps)
-        return due and self.evaluated_step != step
+        step, train = self.progress.step, self.config.train
+        evaluates = self.data.validation is not None and self.evaluated_step != step > 0
+        return evaluates and (step % train.eval_interval == 0 or step == train.steps)
 
     @property
     def complete(self) -> bool:
@@ -102,35 +102,34 @@ class Job:
         """This rank's place in training, for the watchdog."""
         setting = "timeout_s" if self.under_way else "startup_timeout_s"
         limit = (f"parallel.{setting}", getattr(self.config.parallel, setting))
-        if self.saving:
-            return Doing("save", "in a save", *limit, SAVES)
+        if self.phase in PATIENCE:
+            return Doing(self.phase, self.phase, *limit, PATIENCE[self.phase])
         part, executor = self.training.clock.part, self.training.executor
         words = f"step {self.begun_step}, {part}, pass {executor.at or 'none yet'}"
         return Doing((self.begun_step, self.evaluated_step, part, executor.performed), words, *limit)
 
 
-def train(job: Job, saver: Saver) -> None:
+def train(job: Job) -> None:
     """All remaining steps, or as many as pass until a stop is asked for; leaves the last state saved."""
-    config, clock, settings = job.config, job.training.clock, job.config.train
+    config, saver, clock, settings = job.config, job.saver, job.training.clock, job.config.train
     train_step, meter = TrainStep(job.training, config.optimizer, job.context), Meter(config, job.context, job.measured)
-    late, interval = LATENESS[job.context.device.type], job.evaluation_interval
+    device, evaluates = job.context.device, job.data.validation is not None
     launched = deque[tuple[StepBatches, PendingMetrics | None]]()  # steps whose metrics have not been read yet
     hooks: list[tuple[int, bool, Callable[[int], None]]] = [  # after how many steps (0: never), at the end too, what
         (settings.check_replicas_every, False, partial(check_replicas, job.training, job.context)),
-        (interval, interval > 0, partial(evaluate_model, job)),
+        (settings.eval_interval if evaluates else 0, evaluates, partial(evaluate_model, job)),
         (config.checkpoint.interval, True, saver.save),
         (settings.sample_interval, True, partial(sample_text, job)),
     ]
 
     def read(keep: int) -> None:
         while len(launched) > keep:
-            account(job, saver, meter, *launched.popleft())
+            account(job, meter, *launched.popleft())
 
     steps = planned_steps(settings, done=job.progress.step, samples=job.progress.samples)
     steps = takewhile(lambda planned: planned.step <= settings.steps, steps)
-    share, device = data_share(config, job.context), job.context.device
     try:
-        with train_batches(job.data.train, config, steps, device, share) as batches:
+        with train_batches(job.data.train, config, steps, device, data_share(job.context)) as batches:
             if job.owes_evaluation():
                 evaluate_model(job, job.progress.step)
             clock.restart()
@@ -147,7 +146,7 @@ def train(job: Job, saver: Saver) -> None:
                     with clock.within("data"):
                         coming = next(batches, None)  # now: the number of its tokens travels with this step's sums
                     launched.append((data, launch(job, train_step, data, coming)))
-                    read(keep=0 if due or profiles else late)
+                    read(keep=0 if due or profiles else LATENESS[device.type])
                 for hook in due:
                     hook(step)
                 saver.report()
@@ -177,7 +176,7 @@ def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatch
         metrics = train_step(
             data.microbatches,
             data.local_tokens,
-            lr_of(job.config, step),
+            learning_rate(step - 1, job.config.lr, peak=job.config.optimizer.lr, steps=job.config.train.steps),
             stop=job.stop.requested is not None,
             refused=bool(job.problems),
             next_local_tokens=None if coming is None or coming.planned.skipped else coming.local_tokens,
@@ -187,7 +186,7 @@ def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatch
     return metrics
 
 
-def account(job: Job, saver: Saver, meter: Meter, data: StepBatches, pending: PendingMetrics | None) -> None:
+def account(job: Job, meter: Meter, data: StepBatches, pending: PendingMetrics | None) -> None:
     """Read the metrics of a step, which waits for the device, and let them count for the run. UserError on all ranks
     where the input of one was refused."""
     progress, train, step = job.progress, job.config.train, data.planned.step
@@ -206,18 +205,21 @@ def account(job: Job, saver: Saver, meter: Meter, data: StepBatches, pending: Pe
         progress.empty_steps += 1
         job.log.event("empty", step)
     else:
-        progress.count(metrics, job.config.optimizer.min_loss_scale)
         meter.add(metrics, data)
         if metrics.skipped:
-            words = {"loss": metrics.loss, "grad_norm": metrics.grad_norm, "loss_scale": metrics.loss_scale}
-            job.log.event("skipped", step, **words)
+            scale, progress.bad_steps = metrics.loss_scale, progress.bad_steps + 1
+            progress.bad_steps_in_a_row += scale is None or scale <= job.config.optimizer.min_loss_scale
+            job.log.event("skipped", step, loss=metrics.loss, grad_norm=metrics.grad_norm, loss_scale=scale)
+        else:
+            progress.bad_steps_in_a_row, progress.last_applied = 0, step
+            progress.tokens += metrics.batch_tokens
     is_due = step % train.log_interval == 0 or step == train.steps
     if is_due and (line := meter.line(tokens=progress.tokens, bad_steps=progress.bad_steps)) is not None:
         job.log.add(line)
     if metrics is not None and (bad := progress.bad_steps_in_a_row) >= train.max_bad_steps:
         raise TrainingStoppedError(
             f"loss or gradient was not finite in {several(bad, 'step')} in a row (now step {step}: loss "
-            f"{metrics.loss}, gradient norm {metrics.grad_norm}); none of them was applied. {saver.advise()}; "
+            f"{metrics.loss}, gradient norm {metrics.grad_norm}); none of them was applied. {job.saver.advise()}; "
             "train.max_bad_steps sets the patience."
         )
 
@@ -236,7 +238,7 @@ def record_pipeline(job: Job, step: int, spans: Sequence[Span]) -> None:
 def evaluate_model(job: Job, step: int) -> None:
     """The validation set after a step."""
     assert job.data.validation is not None, "else no evaluation is due"
-    begin, share = time.perf_counter(), data_share(job.config, job.context)
+    begin, share = time.perf_counter(), data_share(job.context)
     batches = validation_batches(job.data.validation, job.config, job.context.device, share)
     metrics = evaluate(job.training, job.context, batches, job.data.bytes_of_ids, job.go_on)
     if metrics is None:
@@ -269,6 +271,7 @@ def profiled_step(job: Job, step: int) -> Iterator[None]:
     for its device. Each rank leaves a trace for ui.perfetto.dev, with the step and its parts as labelled ranges, and a
     table of the costliest operations, or a warning."""
     clock, cuda, label = job.training.clock, job.context.device.type == "cuda", ExitStack()
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     thread, unheard = threading.get_ident(), clock.listener
 
     def begin(part: StepPart) -> None:
@@ -277,15 +280,14 @@ def profiled_step(job: Job, step: int) -> Iterator[None]:
             label.close()
             label.enter_context(record_function(f"part: {part}"))
 
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as record:
+    with profile(activities=activities) as record, record_function("train step"), label:
         clock.listener = begin
-        with record_function("train step"), label:
-            clock.restart()
-            yield
-            job.training.gather.finish()  # torch notes a transfer's end where its record was, freed or not
-            if cuda:
-                torch.cuda.synchronize(job.context.device)
-        clock.listener = unheard
+        clock.restart()
+        yield
+        job.training.gather.finish()  # torch notes a transfer's end where its record was, freed or not
+        if cuda:
+            torch.cuda.synchronize(job.context.device)
+    clock.listener = unheard
     path = job.folder.path / PROFILES / f"step-{step:08d}-rank-{job.context.rank:05d}"
     table = record.key_averages().table(sort_by=f"self_{'device' if cuda else 'cpu'}_time_total", row_limit=ROWS)
     try:

@@ -26,7 +26,6 @@ from megalite.data.batches import StepBatches
 from megalite.launch.context import ParallelContext
 from megalite.model.flops import flops_per_token, peak_flops
 from megalite.moe.balance import in_numbers
-from megalite.optim.schedule import learning_rate
 from megalite.train.history import STEP_PARTS, Record, RunLog, StepPart
 
 TimeSplit = dict[StepPart, float]  # seconds of this rank, by part of a step
@@ -46,14 +45,10 @@ class StepMetrics:
     skipped: bool  # nothing was updated: loss or gradient was not finite, there was no token, or input was refused
     stop: bool  # some rank was asked to stop
     refused: bool  # some rank's input was refused, it computed with nothing
+    lr: float
     loss_scale: float | None = None  # of fp16: the loss was multiplied by it before backward
     routing: torch.Tensor | None = None  # [layers with experts, 2 E + 5] of moe/balance.py, in host memory
     time_split: TimeSplit = field(default_factory=NO_TIME.copy)
-
-
-def lr_of(config: Config, step: int) -> float:
-    """The learning rate of a step, counted from 1."""
-    return learning_rate(step - 1, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
 
 
 class StepClock:
@@ -67,9 +62,11 @@ class StepClock:
         self.listener: Callable[[StepPart], object] = lambda part: None  # called when a part begins: the profiler
         self.restart()
 
-    def restart(self) -> None:
-        """Leave out the time since the last step (an evaluation, a checkpoint)."""
-        self._begin_step(self._now())
+    def restart(self, now: Any = None) -> None:
+        """A step begins, by default at this moment: the time since the last step (an evaluation, say) is left out."""
+        self._marks: list[tuple[StepPart, Any]] = [("other", now or self._now())]  # the part that ended, and when
+        self.part = "other"
+        self.listener("other")
 
     def switch(self, part: StepPart) -> StepPart:
         """From now on time passes in `part`. Returns the part before."""
@@ -93,7 +90,7 @@ class StepClock:
         """A step ends here. What is returned gives the seconds of the step by part: on CUDA not to be called before the
         device has come to this point."""
         marks = [*self._marks, (self.part, self._now())]
-        self._begin_step(marks[-1][1])
+        self.restart(marks[-1][1])
 
         def read() -> TimeSplit:
             split = NO_TIME.copy()
@@ -102,11 +99,6 @@ class StepClock:
             return split
 
         return read
-
-    def _begin_step(self, now: Any) -> None:
-        self._marks: list[tuple[StepPart, Any]] = [("other", now)]  # the part that ended, and when
-        self.part = "other"
-        self.listener("other")
 
     def _now(self) -> Any:
         if not self._cuda:
@@ -121,11 +113,10 @@ class Meter:
 
     def __init__(self, config: Config, context: ParallelContext, before: Mapping[str, Any]) -> None:
         """`before`: the newest line of a step that earlier starts have left, where the run's mean goes on; or empty."""
-        self._config, self._context, self._seq_length = config, context, config.train.seq_length
+        self._context, self._seq_length = context, config.train.seq_length
         self._run_s: float = before.get("training_s", 0.0)
         self._run_tokens: float = self._run_s * before.get("mean_tokens_per_s", 0.0)
-        self._own_s: deque[float] = deque(maxlen=MOST)  # that this rank computed, by step
-        self._whole_s: deque[float] = deque(maxlen=MOST)  # of these steps
+        self._splits: deque[TimeSplit] = deque(maxlen=MOST)
         name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
         self._peak = peak_flops(name, str(context.dtype).removeprefix("torch."))
         self._flops = [flops_per_token(config.model, self._seq_length, causal=causal) for causal in (False, True)]
@@ -147,8 +138,7 @@ class Meter:
         self._split = {part: self._split[part] + spent for part, spent in metrics.time_split.items()}
         if metrics.routing is not None and not metrics.skipped:
             self._routing = self._routing + metrics.routing
-        self._whole_s.append(sum(metrics.time_split.values()))
-        self._own_s.append(sum(metrics.time_split[part] for part in OWN))
+        self._splits.append(metrics.time_split)
 
     def line(self, *, tokens: int, bad_steps: int) -> Record | None:
         """The line of metrics.jsonl: the newest step, and means over the steps since the line before. None where there
@@ -162,7 +152,7 @@ class Meter:
             "step": step,
             "tokens": tokens,
             "loss": metrics.loss,
-            "lr": lr_of(self._config, step),
+            "lr": metrics.lr,
             "grad_norm": metrics.grad_norm,
             "tokens_per_s": self._tokens / seconds,
             "mean_tokens_per_s": self._run_tokens / self._run_s,  # of the whole run
@@ -188,15 +178,15 @@ class Meter:
         of its stage has a reason of its own (a hot device, a busy host), and slows all of its tensor-parallel group.
         """
         context = self._context
-        own = statistics.median(self._own_s or [0.0])
+        own = statistics.median([sum(split[part] for part in OWN) for split in self._splits] or [0.0])
         gathered = context.gather_json([round(memory_gib(context.device), 3), round(own, 6)])
         memory, compute = ([found[at] for found in gathered] for at in (0, 1))
         log.event("ranks", step, memory_gib=memory, compute_s=compute)
         stages = [context.layout.coordinates(rank)["pp"] for rank in range(context.world_size)]
-        for rank, times in stragglers(compute, stages).items() if len(self._own_s) >= FEWEST else ():
-            # Share of a step that it is longer by.
-            share = compute[rank] * (1 - 1 / times) / statistics.median(self._whole_s)
-            log.event("straggler", step, rank=rank, times=round(times, 2), share=round(share, 3), host=hosts[rank])
+        for rank, times in stragglers(compute, stages).items() if len(self._splits) >= FEWEST else ():
+            lost_s, step_s = compute[rank] * (1 - 1 / times), statistics.median(sum(it.values()) for it in self._splits)
+            words = {"times": round(times, 2), "share": round(lost_s / step_s, 3), "host": hosts[rank]}
+            log.event("straggler", step, rank=rank, **words)
 
 
 def stragglers(compute_s: Sequence[float], stages: Sequence[int]) -> dict[int, float]:

@@ -6,7 +6,6 @@ all ranks refuse together. Then it trains (loop.py), and records how it ended.
 """
 
 import gc
-import math
 import socket
 import time
 import traceback
@@ -28,7 +27,7 @@ from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_b
 from megalite.launch.device import slow_precision
 from megalite.launch.environment import ProcessEnvironment, end_compile_workers
 from megalite.launch.signals import StopSignals, stop_request
-from megalite.launch.watchdog import Doing, Watchdog, find_cause, is_broken_link
+from megalite.launch.watchdog import Watchdog, find_cause, is_broken_link
 from megalite.train.build import ReadWeights, build_training, derive_device, fill_with_start_values, open_context
 from megalite.train.evaluate import prompts_of
 from megalite.train.history import Note, RunLog, StatusFile, View, examine_records
@@ -52,44 +51,39 @@ class Companions(NamedTuple):
 
 def run(config: Config, environment: ProcessEnvironment, companions: Companions) -> int:
     """Train as `config` says, on this rank. Returns the exit status; raises UserError for input that is refused."""
-    began, log = time.monotonic(), RunLog(companions.say)
-    problems: list[Problem] = []
+    began, problems = time.monotonic(), list[Problem]()
     context = collect(lambda: open_context(config, environment), problems)
     if context is None:  # the device; one message refuses the data, too
         collect(lambda: companions.examine(config), problems)
         raise UserError(problems)
     run_dir, minutes = Path(config.run_dir), config.train.max_minutes
     status = StatusFile(config.launch.status_file if context.rank == 0 else None, str(run_dir), config.train.steps)
-    limit = ("parallel.startup_timeout_s", config.parallel.startup_timeout_s)
-    start_up = Doing("start-up", "start-up", *limit, math.inf)  # a day of tokens to prepare, for example
     hosts = [host for (host,) in context.gather_json([socket.gethostname()])]
-    job: Job | None = None
-    saver: Saver | None = None
+    job = Job(config, context, hosts, RunLog(companions.say), status)
     failed = False
     try:
-        with Watchdog(context, lambda: start_up, run_dir / "logs", hosts) as watchdog:
+        with Watchdog(context, job.doing, run_dir / "logs", hosts) as watchdog:
             if config.launch.preflight:
                 for line in companions.look_at_nodes(context, run_dir):
-                    log.note(f"preflight: {line}")
-            data = open_training_data(config, context, environment, companions.prepare)
+                    job.log.note(f"preflight: {line}")
+            job.data = open_training_data(config, context, environment, companions.prepare)
             with private_files():
-                job = set_up(config, context, data, companions, log, status, hosts)
+                set_up(job, companions)
                 if job.finished:
                     return 0
-                saver = Saver(job)
+                job.phase, job.saver = "training", Saver(job)
                 left_s = None if minutes is None else began + 60 * minutes - time.monotonic()
                 with stop_request(left_s, "train.max_minutes") as job.stop:
-                    watchdog.doing = job.doing
                     gc.collect()
                     gc.freeze()
                     gc.disable()
-                    train(job, saver)
+                    train(job)
                     watchdog.stop()  # views may take their time, and other ranks have ended
-                    return record_end(job, saver)
+                    return record_end(job)
     except Exception as error:
         failed = not isinstance(error, UserError | TrainingStoppedError)
         with private_files():
-            record_failure(error, context, job, saver)
+            record_failure(error, job)
         if not isinstance(error, TrainingStoppedError):
             raise
         return 1
@@ -97,10 +91,10 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
         ended = StopSignals.now is not None and StopSignals.now.ended
         gc.enable()
         end_compile_workers()
-        log.close()
+        job.log.close()
         if status.state == "running":
             status.write("stopped" if ended else "failed", by="a signal before the first step" if ended else None)
-        if job is not None:
+        if job.phase != "start-up":
             job.folder.close()
         context.close(failed=failed or ended)
 
@@ -120,20 +114,13 @@ def open_training_data(
     return data
 
 
-def set_up(
-    config: Config,
-    context: ParallelContext,
-    data: OpenedData,
-    companions: Companions,
-    log: RunLog,
-    status: StatusFile,
-    hosts: list[str],
-) -> Job:
-    """The run on this rank: new, imported, or from the newest checkpoint in its folder, and its records open."""
-    vocabulary = {"model.vocab_size": config.model.vocab_size or data.vocab_size}
-    config = derive_device(with_values(config, vocabulary), context)
-    prompts = all_ranks_or_raise(context, lambda: prompts_of(config, data))
-    folder = RunFolder(Path(config.run_dir), context, config.resume, as_plain(config), data.fingerprint)
+def set_up(job: Job, companions: Companions) -> None:
+    """Fill the run on this rank: new, imported, or from the newest checkpoint in its folder, and its records open."""
+    context, data, log = job.context, job.data, job.log
+    vocabulary = {"model.vocab_size": job.config.model.vocab_size or data.vocab_size}
+    config = job.config = derive_device(with_values(job.config, vocabulary), context)
+    job.prompts = all_ranks_or_raise(context, lambda: prompts_of(config, data))
+    folder = job.folder = RunFolder(Path(config.run_dir), context, config.resume, as_plain(config), data.fingerprint)
     try:
         notes = [*config.told, *folder.changes, slow_precision(context.dtype, context.device)]
         if config.train.fp8 is not None and context.device.type == "cpu":
@@ -142,18 +129,17 @@ def set_up(
             notes.append(f"the ranks of a sequence exchange keys by {exchange_of(config).name}")
         for line in filter(None, notes):
             log.note(line)
-        training = build_training(config, context)
-        job = Job(config, context, data, folder, training, prompts, hosts, log, status)
+        job.training = build_training(config, context)
         if (found := newest(folder.checkpoints, context, log.note)) is not None:
             restore(job, found)
         else:
             read = companions.read_weights
-            all_ranks_or_raise(context, lambda: fill_with_start_values(training.buffers, config, context, read))
+            all_ranks_or_raise(context, lambda: fill_with_start_values(job.training.buffers, config, context, read))
         job.begun_step = job.progress.step
         job.evaluated_step, job.finished, job.measured = rank0_broadcast(context, lambda: examine_records(job))
         if not job.finished:
             if job.progress.step < config.train.steps:
-                size = state_bytes(training, context)
+                size = state_bytes(job.training, context)
                 rank0_broadcast(context, lambda: require_room(folder.checkpoints, size))
             derived = [name for name in config.derived if value_of(config, name) not in OPEN]
             rank0_broadcast(context, lambda: folder.begin(as_plain(config) | {DERIVED: derived}))
@@ -162,9 +148,8 @@ def set_up(
             job.tokenizer_files = rank0_broadcast(context, lambda: keep_tokenizer(path, tokenizer.files(), known))
         open_record(job, companions)
     except BaseException:
-        folder.withdraw()  # nobody else will: the job does not exist
+        folder.withdraw()
         raise
-    return job
 
 
 def open_record(job: Job, companions: Companions) -> None:
@@ -184,9 +169,9 @@ def open_record(job: Job, companions: Companions) -> None:
             log.note("no samples of text: the tokenizer of these tokens is not known")
 
 
-def record_end(job: Job, saver: Saver) -> int:
+def record_end(job: Job) -> int:
     """Record how training ended, and say what the user must know of it: the exit status."""
-    step, words, saved_step = job.progress.step, list[str](), saver.saved_step
+    step, words, saved_step = job.progress.step, list[str](), job.saver.saved_step
     by = job.stop.requested or "a signal to another rank" if job.stopping and not job.complete else None
     kind, status = "stopped" if by else "finished", int(saved_step != step)
     job.status.write("failed" if status else kind, by=by)
@@ -196,21 +181,22 @@ def record_end(job: Job, saver: Saver) -> int:
         words.append(f"the state of step {step} is not saved; {kept}")
     if count := job.progress.bad_steps_in_a_row:
         bad = f"{several(count, 'bad step')}: loss or gradient was not finite, nothing was applied"
-        words.append(f"the run ends with {bad}. {saver.advise()}.")
+        words.append(f"the run ends with {bad}. {job.saver.advise()}.")
     for line in words if job.context.rank == 0 else ():
         to_stderr(f"megalite: {line}")
     return status
 
 
-def record_failure(error: Exception, context: ParallelContext, job: Job | None, saver: Saver | None) -> None:
+def record_failure(error: Exception, job: Job) -> None:
     """Record what ended this start, and say it on stderr. A UserError is said by the launcher; a TrainingStoppedError
     is known to all ranks, and its message says all. Otherwise this rank's own words come first, since whoever started
     it may kill it soon, then what the ranks find out together."""
+    context, trains = job.context, job.phase != "start-up"
     is_known, is_refusal = isinstance(error, TrainingStoppedError), isinstance(error, UserError)
     message = str(error) if is_known or is_refusal else f"{type(error).__name__}: {error}"
-    if is_known and saver is not None:
-        saver.close()
-    if job is not None:
+    if is_known:
+        job.saver.close()
+    if trains:
         job.log.write(f"failed at step {job.progress.step + 1}\n{traceback.format_exc()}", "ERROR")
         if not (is_known and job.folder.lost()):  # else the record is another job's
             job.log.event("failed", job.progress.step, status=2 if is_refusal else 1, message=message)
@@ -220,7 +206,7 @@ def record_failure(error: Exception, context: ParallelContext, job: Job | None, 
         return
     if StopSignals.now is not None and StopSignals.now.starting and is_broken_link(error):
         time.sleep(NEWS_S)
-    where = f"rank {context.rank} on {socket.gethostname()}{f', step {job.progress.step + 1}' if job else ''}"
+    where = f"rank {context.rank} on {socket.gethostname()}{f', step {job.progress.step + 1}' if trains else ''}"
     to_stderr(f"megalite: {where}: {message}")
     if isinstance(error, torch.OutOfMemoryError):
         saves = "a smaller train.micro_batch_size, train.recompute=full, or a larger parallel.tp or parallel.pp"
@@ -229,5 +215,5 @@ def record_failure(error: Exception, context: ParallelContext, job: Job | None, 
         cause = find_cause(context, error)
     if cause:
         to_stderr(f"megalite: rank {context.rank} ends because of: {cause}")
-    if saver is not None:
-        saver.close()
+    if trains:
+        job.saver.close()

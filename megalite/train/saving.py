@@ -39,8 +39,7 @@ from megalite.model.gpt import Routers
 from megalite.optim.buffers import ranges_of
 from megalite.optim.optimizer import slices_of
 from megalite.train.build import Training
-from megalite.train.history import Seals
-from megalite.train.metrics import StepMetrics
+from megalite.train.history import seals
 
 if TYPE_CHECKING:
     from megalite.train.loop import Job
@@ -59,27 +58,8 @@ class Progress:
     tokens: int = 0  # unmasked tokens of the steps that were applied
     bad_steps: int = 0  # steps that were skipped, in all
     empty_steps: int = 0  # steps without an unmasked token, which are not applied either
-    bad_steps_in_a_row: int = 0
+    bad_steps_in_a_row: int = 0  # but for those of fp16 that look for a loss scale
     last_applied: int = 0  # the newest step that changed weights; those before it have led to a finite loss
-
-    def count(self, metrics: StepMetrics, least_scale: float) -> None:
-        """The step was applied, or it was bad. Bad steps of fp16 are not in a row while the loss scale is above
-        `least_scale`: it is still looked for."""
-        if metrics.skipped:
-            self.bad_steps += 1
-            self.bad_steps_in_a_row += metrics.loss_scale is None or metrics.loss_scale <= least_scale
-        else:
-            self.bad_steps_in_a_row = 0
-            self.tokens += metrics.batch_tokens
-            self.last_applied = self.step
-
-
-@dataclass(frozen=True)
-class DataState:
-    """Which data a run was trained on."""
-
-    fingerprint: str
-    description: str
 
 
 @dataclass(frozen=True)
@@ -87,7 +67,7 @@ class SavedState:
     """A checkpoint's state.json. Fields with a default may be missing there."""
 
     progress: Progress
-    data: DataState
+    data: dict[str, str]  # that the run was trained on: its fingerprint and description
     config: dict[str, Any]
     loss_scale: list[float] | None = None
     tokenizer: dict[str, str] = field(default_factory=dict)  # hash of each file of its folder
@@ -136,9 +116,8 @@ def training_pieces(training: Training) -> list[Piece]:
 @torch.no_grad()
 def not_finite(pieces: Sequence[Piece]) -> list[str]:
     """Names of the tensors that hold an infinity or no number: one pass over the memory, one wait for the device."""
-    held = [piece for piece in pieces if piece.tensor.numel()]
-    extremes = torch.stack([torch.stack(piece.tensor.aminmax()).double() for piece in held])  # [n, 2]
-    return [piece.name for piece, fine in zip(held, extremes.isfinite().all(dim=1).tolist(), strict=True) if not fine]
+    extremes = torch.stack([torch.stack(piece.tensor.aminmax()).double() for piece in pieces])  # [pieces, 2]
+    return [piece.name for piece, fine in zip(pieces, extremes.isfinite().all(dim=1).tolist(), strict=True) if not fine]
 
 
 def state_bytes(training: Training, context: ParallelContext) -> int:
@@ -169,7 +148,7 @@ class Saver:
     """
 
     def __init__(self, job: "Job") -> None:
-        self._job, self._seals = job, Seals(job.folder.path)
+        self._job, self._seals = job, seals(job.folder.path)
         self.saved_step = self._tried_step = job.resumed_from  # the newest complete one, once no save is under way
         self._background = BackgroundSaves(job.context) if job.config.checkpoint.asynchronous else None
         if self._background is not None:
@@ -180,13 +159,40 @@ class Saver:
         """Write the state after `step`, or begin to; a failure is reported, not raised."""
         begun, job = time.perf_counter(), self._job
         self.wait()
-        self._tried_step, job.saving = step, True
-        pieces, write = training_pieces(job.training), self._writer(step)
+        self._tried_step, job.phase = step, "in a save"
+        folder, applied, keep = job.folder, job.progress.last_applied, job.config.checkpoint.keep
+        scale, layout, pieces = job.training.loss_scale, job.context.layout, training_pieces(job.training)
+        plain = asdict(  # of this very step, whenever it is written
+            SavedState(
+                job.progress,
+                {"fingerprint": job.data.fingerprint, "description": job.data.description},
+                as_plain(job.config),
+                loss_scale=None if scale is None else scale.state.tolist(),
+                tokenizer=job.tokenizer_files,
+                record=next(self._seals) if job.context.rank == 0 else {},
+                layout={axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "world_size")},
+            )
+        )
+        how: dict[str, Any] = {"labels": folder.labels, "lost": folder.lost, "good_before": applied}
+
+        def write(pieces: Sequence[Piece], context: ParallelContext) -> Saved:
+            ruined = [name for of_rank in context.gather_json(not_finite(pieces)[:1]) for name in of_rank]
+            if ruined:
+                words = f"the state after step {step} is not finite ({ruined[0]}), so it is not saved"
+                raise TrainingStoppedError(f"{words}. {advice(folder, context, applied)}.")
+            try:
+                return save(folder.checkpoints, step, pieces, plain, context, keep, **how)
+            except CheckpointError:
+                if why := context.broadcast_object(folder.lost()):
+                    words = f"the checkpoint of step {step} was not saved, and this job has ended"
+                    raise TrainingStoppedError(f"{words}: {why}") from None
+                raise
+
         if self._background is not None:
             self._under_way = step, self._background.begin(pieces, write, begun=begun)
         else:
             self._finish(step, lambda: write(pieces, job.context))
-        job.saving = False
+        job.phase = "training"
 
     def save_last(self) -> None:
         """Save the state in which the run ends, unless the loop has tried that, and wait for it."""
@@ -197,9 +203,9 @@ class Saver:
     def wait(self) -> None:
         """Wait for the save under way: then `saved_step` is what is on disk. All ranks call it at the same point."""
         if self._under_way is not None:
-            (step, future), self._under_way, self._job.saving = self._under_way, None, True
+            (step, future), self._under_way, self._job.phase = self._under_way, None, "in a save"
             self._finish(step, future.result)
-            self._job.saving = False
+            self._job.phase = "training"
 
     def report(self) -> None:
         """Report the save under way if it has ended: this rank alone, which may know before others."""
@@ -232,38 +238,6 @@ class Saver:
         self._job.status.write("running", step)
         seconds, stall_s = round(saved.seconds, 3), round(saved.stall_s, 3)
         log.event("checkpoint", step, bytes=saved.bytes, seconds=seconds, stall_s=stall_s)
-
-    def _writer(self, step: int) -> Callable[[Sequence[Piece], ParallelContext], Saved]:
-        """The function that writes the checkpoint of this very step, whenever it is called."""
-        job, folder, applied = self._job, self._job.folder, self._job.progress.last_applied
-        scale, layout, keep = job.training.loss_scale, job.context.layout, job.config.checkpoint.keep
-        plain = asdict(
-            SavedState(
-                job.progress,
-                DataState(job.data.fingerprint, job.data.description),
-                as_plain(job.config),
-                loss_scale=None if scale is None else scale.state.tolist(),
-                tokenizer=job.tokenizer_files,
-                record=self._seals() if job.context.rank == 0 else {},
-                layout={axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "world_size")},
-            )
-        )
-        how: dict[str, Any] = {"labels": folder.labels, "lost": folder.lost, "good_before": applied}
-
-        def write(pieces: Sequence[Piece], context: ParallelContext) -> Saved:
-            ruined = [name for of_rank in context.gather_json(not_finite(pieces)[:1]) for name in of_rank]
-            if ruined:
-                words = f"the state after step {step} is not finite ({ruined[0]}), so it is not saved"
-                raise TrainingStoppedError(f"{words}. {advice(folder, context, applied)}.")
-            try:
-                return save(folder.checkpoints, step, pieces, plain, context, keep, **how)
-            except CheckpointError:
-                if why := context.broadcast_object(folder.lost()):
-                    words = f"the checkpoint of step {step} was not saved, and this job has ended"
-                    raise TrainingStoppedError(f"{words}: {why}") from None
-                raise
-
-        return write
 
 
 def advice(folder: RunFolder, context: ParallelContext, applied: int) -> str:
@@ -302,7 +276,7 @@ def _replicas(training: Training, context: ParallelContext) -> Iterator[tuple[li
     slices = [buffers.masters, *slices_of(training.optimizer.state()).values()]
     axes_of: dict[Kind, str] = {"dense": "dp-cp", "expert": "edp"}
     for kind, axes in axes_of.items():
-        numbers = [at for at, bucket in enumerate(buffers.layout.buckets) if bucket.buffer.kind == kind]
+        numbers = [at for at, bucket in enumerate(buffers.layout.buckets) if bucket.kind == kind]
         if numbers:
             yield [buffers.parameter_buckets[at] for at in numbers], context.group(axes)
             yield [kept[at] for kept in slices for at in numbers], training.replicas[kind].replicate_group

@@ -30,20 +30,20 @@ class PendingMetrics:
     def __init__(self, numbers: Sequence[Tensor], routing: Tensor, lap: Callable[[], TimeSplit], *, fp16: bool) -> None:
         """`numbers`: the first fields of StepMetrics, 0-d fp64 each. `routing`: the last, on the device, maybe empty.
         `lap`: this rank's times, to be read once, after them."""
-        self._lap, self._fp16, self._count, self._table = lap, fp16, len(numbers), routing.shape
+        self._lap, self._fp16 = lap, fp16
         on_device = torch.cat([torch.stack(list(numbers)), routing.flatten()])
-        self._numbers = on_device.to("cpu", non_blocking=True)  # into pinned memory
+        on_host = on_device.to("cpu", non_blocking=True)  # into pinned memory
+        self._numbers, self._routing = on_host[: len(numbers)], on_host[len(numbers) :].view(routing.shape)
         self._done = torch.cuda.current_stream().record_event() if on_device.is_cuda else None
 
     def read(self) -> StepMetrics:
         """Waits until the step is done."""
         if self._done is not None:
             self._done.synchronize()
-        numbers, routing = self._numbers[: self._count].tolist(), self._numbers[self._count :].view(self._table)
-        loss, grad_norm, tokens, *flags, loss_scale = numbers
+        loss, grad_norm, tokens, *flags, lr, scale = self._numbers.tolist()
         skipped, stop, refused = (flag > 0 for flag in flags)
-        of_fp16, of_experts = loss_scale if self._fp16 else None, routing if len(routing) else None
-        return StepMetrics(loss, grad_norm, int(tokens), skipped, stop, refused, of_fp16, of_experts, self._lap())
+        loss_scale, routing = scale if self._fp16 else None, self._routing if len(self._routing) else None
+        return StepMetrics(loss, grad_norm, int(tokens), skipped, stop, refused, lr, loss_scale, routing, self._lap())
 
 
 class TrainStep:
@@ -57,7 +57,7 @@ class TrainStep:
         self._partial_gradients = partial_gradients(training.buffers, context)
         embeds = any(chunk.embeds for chunk in training.chunks)
         self._counted_gradients = owned_for_norm(training.buffers, training.replicas, embeds=embeds)
-        self._counts_loss = training.has_loss and context.index("tp") == 0  # the ranks of tp compute the same one
+        self._counts_loss = training.chunks[-1].has_loss and context.index("tp") == 0  # ranks of tp compute the same
         self._zero = torch.zeros((), dtype=torch.float64, device=training.buffers.device)
         self._lr = torch.zeros_like(self._zero)
         self._routers = Routers(training.chunks)
@@ -150,7 +150,7 @@ class TrainStep:
         if not training.optimizer.rounds:
             training.buffers.round_masters()
         training.gather.start()
-        numbers = [loss, norm, tokens.double(), skipped.double(), stopping, refusing, loss_scale.double()]
+        numbers = [loss, norm, tokens.double(), skipped.double(), stopping, refusing, self._lr, loss_scale.double()]
         return PendingMetrics(numbers, routing, clock.lap(), fp16=training.loss_scale is not None)
 
     def _number(self, value: float, dtype: torch.dtype) -> Tensor:

@@ -24,9 +24,8 @@ from megalite.config.settings import SETTINGS, with_values
 from megalite.config.step_plan import batch_sizes
 from megalite.launch.context import CPU
 from megalite.launch.environment import ProcessEnvironment
-from megalite.layout.groups import groups_of
 from megalite.layout.parameters import shard_of
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import ParallelLayout, groups_of
 from megalite.model.parameters import gpt_parameters
 from megalite.pipeline.schedules import SCHEDULES, build_schedule
 from megalite.train.build import device_problems, needs_of

@@ -7,14 +7,14 @@ from megalite.config.derive import derive, derive_vocabulary
 from megalite.config.schema import Config, DataConfig, ParallelConfig
 from megalite.hf.export import model_card
 from megalite.hf.saved_model import SavedModel
-from megalite.train.saving import DataState, Progress, SavedState
+from megalite.train.saving import Progress, SavedState
 
 METRICS = {"loss": 2.34567, "val_loss": float("nan"), "val_bits_per_byte": None}
 
 
 def card(config: Config | None = None, data: str = "stdlib: 2,345,678 tokens", tokenizer: Path | None = None) -> str:
     config = derive_vocabulary(derive(config or Config()), 4096)
-    state = SavedState(Progress(step=1200, tokens=9_830_400), DataState("", data), {})
+    state = SavedState(Progress(step=1200, tokens=9_830_400), {"description": data}, {})
     return model_card(SavedModel(Path(), config, tokenizer, None, state), METRICS).decode()
 
 

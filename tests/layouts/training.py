@@ -110,7 +110,7 @@ def train(
         training.cast_and_gather_params()
         done = found.step
     step = TrainStep(training, config.optimizer, context)
-    plan, share = islice(planned_steps(config.train, done=0, samples=0), done, None), data_share(config, context)
+    plan, share = islice(planned_steps(config.train, done=0, samples=0), done, None), data_share(context)
     figures, gradients = [], []
     with train_batches(data.train, config, plan, context.device, share) as batches:
         for batch in islice(batches, steps):

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
 from megalite.observe.run_data import MOST_POINTS, Series
-from megalite.train.history import RunLog, Seals, changes, open_record, read_events, read_metrics
+from megalite.train.history import RunLog, changes, open_record, read_events, read_metrics, seals
 from megalite.train.saving import Progress
 
 
@@ -36,10 +36,10 @@ def test_resume_cuts_later_steps_and_a_torn_last_line(tmp_path: Path) -> None:
 
 
 def test_a_seal_reads_what_was_added_and_an_edit_meanwhile_is_told(tmp_path: Path) -> None:
-    path, sealed = tmp_path / "metrics.jsonl", Seals(tmp_path)
+    path, sealed = tmp_path / "metrics.jsonl", seals(tmp_path)
     for content, after in ((b"one\n", b"0ne\n"), (b"0ne\ntwo\n", b"0ne\ntwo\n")):
         path.write_bytes(content)
-        record = sealed()
+        record = next(sealed)
         path.write_bytes(after)
     whole = b"one\ntwo\n"
     assert record["metrics.jsonl"] == {"bytes": len(whole), "hash": xxhash.xxh3_128_hexdigest(whole)}
@@ -103,7 +103,7 @@ def test_a_line_that_is_no_record_is_named_and_left_out(damage: str, tmp_path: P
 def test_a_record_that_cannot_be_read_costs_a_checkpoint_its_seal_and_no_run(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     (tmp_path / "events.jsonl").write_text("one")
-    assert [seal["bytes"] for seal in Seals(tmp_path)().values()] == [0, 3]
+    assert [seal["bytes"] for seal in next(seals(tmp_path)).values()] == [0, 3]
 
 
 def test_of_many_bad_lines_the_first_are_named_and_that_there_are_more(tmp_path: Path) -> None:

@@ -178,11 +178,15 @@ def test_experts_are_chosen_with_the_biases_that_the_run_has_learned(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     experts = {"num_experts": 4, "ffn_hidden_size": 16, "score": "sigmoid", "expert_bias_rate": 0.5}
-    train(trained, "experts", *(f"model.moe.{name}={value}" for name, value in experts.items()))
+    words = [f"model.moe.{name}={value}" for name, value in experts.items()]
+    train(trained, "experts", *words, "data.mask_end_of_document=true")
     run = str(trained / "experts")
     said, found = evaluated_in_training(run, 6), evaluation(capsys, run)
     assert found["loss"] == pytest.approx(said["val_loss"], rel=1e-6)
     assert text(capsys, run, "--prompt", "light", "--max-new-tokens", "3").startswith("light"), "no family has them"
+    other = [run, "data=text", f"data.path={trained / 'other.txt'}", f"data.cache_dir={trained / 'cache'}"]
+    masked, whole = (evaluation(capsys, *other, *more) for more in ((), ("data.mask_end_of_document=false",)))
+    assert masked["tokens"] == whole["tokens"] - 1, "other data is masked as the run's own"
 
 
 def losses_by_transformers(folder: str, tokens: list[int], length: int) -> torch.Tensor:

@@ -34,7 +34,7 @@ def test_a_line_of_metrics_is_a_record_with_its_names_in_order_and_nothing_that_
     config.model.vocab_size = 257
     meter, split, steps = Meter(config, ParallelContext(), {}), dict.fromkeys(STEP_PARTS, 0.5), []
     for step in range(1, 4):
-        metrics = StepMetrics(2.0, 1.0, 64, False, False, False, time_split=dict(split))
+        metrics = StepMetrics(2.0, 1.0, 64, False, False, False, 1e-3, time_split=dict(split))
         steps.append(weakref.ref(metrics))
         meter.add(metrics, StepBatches(PlannedStep(step, 0, 8, skipped=False), [], 0))
         del metrics
