@@ -71,7 +71,7 @@ def bytes_by_formula(training: Training, comm_dtype: torch.dtype) -> int:
     """Bytes that a rank sends in one step: gradients of all buckets as `comm_dtype`; sharded, parameters too."""
     sent = 0
     for bucket, parameters in zip(training.buffers.layout.buckets, training.buffers.parameter_buckets, strict=True):
-        sharing, elements = training.replicas[bucket.buffer.kind], parameters.numel()
+        sharing, elements = training.replicas[bucket.kind], parameters.numel()
         if sharing.shard_group is not None:
             sent += bytes_sent("reduce_scatter", elements, sharing.shard_group.size(), comm_dtype)
             sent += bytes_sent("all_gather", elements, sharing.shard_group.size(), parameters.dtype)

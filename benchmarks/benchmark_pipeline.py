@@ -27,7 +27,7 @@ from torch.multiprocessing.spawn import spawn
 
 from megalite.config.compose import load_config
 from megalite.config.files import FIGURES, write_atomically
-from megalite.config.schedule_rules import ScheduleRequest
+from megalite.config.schedule_request import ScheduleRequest
 from megalite.config.schema import Config
 from megalite.data.batch import Batch, whole_batch
 from megalite.launch.context import ParallelContext

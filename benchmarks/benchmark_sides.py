@@ -155,7 +155,7 @@ class Megalite:
         mask = torch.ones_like(tokens, dtype=torch.bool)
         mask[:, -1] = False  # transformers, too, has no label for the last token
         whole = whole_batch(tokens, labels, mask, positions, None, 0)
-        self._batch = whole.part(data_share(config, context).sequence)
+        self._batch = whole.part(data_share(context).sequence)
         self._labels = int(self._batch.loss_mask.sum())
 
     def step(self) -> PendingMetrics:

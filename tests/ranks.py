@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import megalite
-from megalite.layout.groups import GroupNeeds
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import GroupNeeds, ParallelLayout
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 

@@ -21,7 +21,7 @@ from megalite.config.settings import SETTINGS
 from megalite.prepare.sources import pieces
 from megalite.prepare.sources import Source
 from megalite.pipeline.checker import check
-from megalite.config.schedule_rules import ScheduleRequest
+from megalite.config.schedule_request import ScheduleRequest
 from megalite.pipeline.schedules import build_schedule
 
 for pp, microbatches in ((1, 3), (2, 3), (4, 8), (8, 4)):

@@ -48,6 +48,7 @@ import torch._functorch.config
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from megalite.config.compose import load_config
 from megalite.data.batch import whole_batch
+from megalite.kernels.embed import set_main_grad
 from megalite.model.gpt import GPT
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.collectives import share_memory
@@ -58,8 +59,8 @@ share_memory(group)
 settings = "model=tiny model.num_layers=1 tokenizer=byte model.vocab_size=260 parallel.tp=2 parallel.async_tp=true"
 config = load_config([*settings.split(), "device=cuda", "precision=bf16", "train.compile=true"], 2)
 model = GPT(config, dtype=torch.bfloat16, device=cuda, tp=group)
-grads = {name: torch.zeros(model.get_parameter(name).shape, device=cuda) for name in model.main_grad_parameters}
-model.set_main_grads(grads)
+for name, parameter in model.named_parameters():
+    set_main_grad(parameter, torch.zeros(parameter.shape, device=cuda), name)
 tokens = torch.zeros(8, 256, dtype=torch.int64, device=cuda)
 batch = whole_batch(tokens, tokens, tokens == 0, torch.arange(256, device=cuda).expand(8, 256), None, 0)
 x = torch.zeros(model.activation_shape(batch), dtype=torch.bfloat16, device=cuda, requires_grad=True)
@@ -71,12 +72,13 @@ sys.path[:0] = ["benchmarks", "."]
 import torch
 from benchmark_sides import SHAPES
 from megalite.data.batch import whole_batch
+from megalite.kernels.embed import set_main_grad
 from megalite.model.gpt import GPT
 cuda = torch.device("cuda", 0)
 config = SHAPES["gpt2"].config(32, "bf16", cuda, "model.num_layers=1", "train.compile=true")
 model = GPT(config, dtype=torch.bfloat16, device=cuda)
-grads = {name: torch.zeros(model.get_parameter(name).shape, device=cuda) for name in model.main_grad_parameters}
-model.set_main_grads(grads)
+for name, parameter in model.named_parameters():
+    set_main_grad(parameter, torch.zeros(parameter.shape, device=cuda), name)
 tokens = torch.zeros(32, 1024, dtype=torch.int64, device=cuda)
 batch = whole_batch(tokens, tokens, tokens == 0, torch.arange(1024, device=cuda).expand(32, 1024), None, 0)
 x = torch.zeros(model.activation_shape(batch), dtype=torch.bfloat16, device=cuda, requires_grad=True)

@@ -79,7 +79,7 @@ def test_every_room_has_a_floor() -> None:
         "megalite.model.parameters",
         *(f"megalite.pipeline.{name}" for name in ("checker", "schedules")),
         "megalite.optim.rank_buffers",
-        *(f"megalite.layout.{name}" for name in ("buffer_layout", "groups", "ranks", "stages")),
+        *(f"megalite.layout.{name}" for name in ("buffer_layout", "ranks", "stages")),
         "megalite.launch.environment",
         *(f"megalite.plan.{name}" for name in ("buffers_table", "ranks", "timeline")),
     ],

@@ -8,7 +8,7 @@ from megalite.errors.problems import REFUSED, Problem, UserError, to_stderr
 
 COMMANDS = {  # name: its module, its function there, and what it does
     "train": ("train", "main_to_the_end", "train a GPT; `torchrun ... -m megalite train ...` for several ranks"),
-    "prepare": ("prepare", "main", "text to token files; check token files"),
+    "prepare": ("models", "prepare", "text to token files; check token files"),
     "evaluate": ("models", "evaluate", "loss, perplexity and bits per byte of a model"),
     "generate": ("models", "generate", "text from a model"),
     "export": ("models", "export", "a run as a folder that transformers loads"),

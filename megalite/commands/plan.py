@@ -3,20 +3,20 @@
 No data is read, no GPU is used; `plan` imports no torch.
 """
 
+import json
 import shutil
 import sys
 from argparse import Namespace
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 
 from megalite.commands.command import COUNT, PICTURE, RANKS, WORLD_SIZE, Shown, command, option
 from megalite.commands.train import train_rank
 from megalite.config import rules
 from megalite.config.arguments import number_from
-from megalite.config.compose import load_config, load_values, names_of
+from megalite.config.compose import load_values, names_of
 from megalite.config.derive import derive_vocabulary, schedule_request
-from megalite.config.layout import STAGE_NAMES, dense_ranks, layout_of, stage_settings
+from megalite.config.layout import STAGE_NAMES, layout_of, stage_settings
 from megalite.config.rule import Case, problems_of
 from megalite.config.schema import A_YEAR_S
 from megalite.config.settings import with_values
@@ -27,7 +27,7 @@ from megalite.optim.rank_buffers import bytes_of_rank, rank_buffers
 from megalite.pipeline.checker import check
 from megalite.pipeline.schedules import build_schedule
 from megalite.plan.buffers_table import buffer_lines
-from megalite.plan.ranks import as_json, groups_of, ranks_picture, stage_lines, table_lines
+from megalite.plan.ranks import groups_of, ranks_picture, stage_lines, table_lines
 from megalite.plan.timeline import FORWARD_PASSES, schedule_picture, simulated
 from megalite.verify.shrink import load, vocabulary_of
 
@@ -81,7 +81,8 @@ def ranks(options: Namespace, overrides: list[str]) -> Shown:
     width = shutil.get_terminal_size((120, 24)).columns if sys.stdout.isatty() else 120
     lines = [*header_lines(layout), *table_lines(groups, layout.world_size, width)]
     lines += ["", *stage_lines(stages)] if stages else []
-    shown = [as_json(groups, stages)] if options.json else lines
+    found = {**groups, **({"stages": [asdict(stage) for stage in stages]} if stages else {})}
+    shown = [json.dumps(found)] if options.json else lines
     return Shown(shown, draw=lambda: ranks_picture(layout, options.gpus_per_node, experts))
 
 
@@ -120,11 +121,7 @@ def buffers(options: Namespace, overrides: list[str]) -> Shown:
 
     precision=auto counts as bf16, and a vocabulary that only the data would tell as the usual one of its tokenizer.
     """
-    world_size = options.world_size or options.dp or 2
-    with suppress(UserError):  # which load_config then tells
-        sizes = load_values(overrides, [f"parallel.{axis}" for axis in ("tp", "cp", "pp")])
-        world_size = options.world_size or (options.dp or 2) * dense_ranks(sizes)
-    config = load_config(overrides, world_size)
+    config, world_size = load(overrides, options.world_size, options.dp or 2)
     if options.rank >= world_size:
         rule = f"there are {world_size} ranks, counted from 0"
         raise UserError(Problem("--rank", options.rank, rule, f"--rank {world_size - 1}, or less"))
@@ -154,6 +151,9 @@ def verify(options: Namespace, overrides: list[str]) -> Shown:
     Exit status: 0 the layout computes the same, 1 it does not (or a rank failed or hung), 2 refused.
     """
     config, world_size = load(overrides, options.world_size, options.dp)
+    if world_size == 1:
+        rule, remedy = "one process is what layouts are compared to", "--dp 2, or parallel.tp=2 with a batch to suit"
+        raise UserError(Problem("world size", 1, rule, remedy))
     from megalite.verify import verify as verification  # and torch
     from megalite.verify.running import RunFailure
 

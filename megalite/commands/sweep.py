@@ -41,11 +41,14 @@ from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refu
 from megalite.launch.environment import read_environment
 from megalite.launch.signals import PATIENCE, STOP_SIGNALS
 from megalite.observe.readable import print_lines
-from megalite.observe.report.page import write_report
+from megalite.observe.report.page import COMPARISON, write_report
 from megalite.train.history import read_metrics
 
 MOST_NAMED = 4  # settings in the name of a folder
 MOST_POINTS = 10_000  # of a grid
+POINT = files.Kind("the record of a sweep's point", "point.json", rb'\{"words": \[')
+STOP = files.Kind("the stop file of a sweep", "stop", rb"\.+\Z")
+SWEEP = files.Kind("Hydra's record of a sweep", "multirun.yaml", rb"hydra:\n")
 
 
 def sweep(arguments: Namespace) -> int:
@@ -122,7 +125,7 @@ def _ranks(config: DictConfig) -> int:
 def _stop_file(folder: Path) -> Iterator[None]:
     """Meanwhile a signal that asks to stop only writes a byte to a file, which each point sees wherever it runs. What
     an earlier sweep has left in the folder goes; UserError where others have files of these names."""
-    stop = folder / files.STOP.usual
+    stop = folder / STOP.usual
 
     def ask(number: int, frame: FrameType | None) -> None:
         with stop.open("ab") as file:
@@ -130,8 +133,8 @@ def _stop_file(folder: Path) -> Iterator[None]:
 
     with files.refusing(folder, "another hydra.sweep.dir"):
         folder.mkdir(parents=True, exist_ok=True)
-        left = {stop: files.STOP, **dict.fromkeys(folder.rglob(files.POINT.usual), files.POINT)}
-        places = left | {folder / kind.usual: kind for kind in (files.COMPARISON, files.SWEEP)}
+        left = {stop: STOP, **dict.fromkeys(folder.rglob(POINT.usual), POINT)}
+        places = left | {folder / kind.usual: kind for kind in (COMPARISON, SWEEP)}
         refuse([each for path, kind in places.items() for each in files.output_problems("hydra.sweep.dir", path, kind)])
         for path in left:
             path.unlink(missing_ok=True)
@@ -148,7 +151,7 @@ def _stop_file(folder: Path) -> Iterator[None]:
 def _report(folder: Path) -> int:
     """Says what became of the points and draws a page that compares them; the exit status."""
     lines, trained, found = list[str](), list[Path](), set[str]()
-    for path in sorted(folder.rglob(files.POINT.usual), key=lambda path: (len(str(path)), path)):
+    for path in sorted(folder.rglob(POINT.usual), key=lambda path: (len(str(path)), path)):
         record = files.read_object(path)
         loss = "" if record["val_loss"] is None else f", validation loss {record['val_loss']:.4f}"
         lines.append(f"{path.parent.relative_to(folder)}: {record['status']}{loss}; {record['run_dir']}")
@@ -156,7 +159,7 @@ def _report(folder: Path) -> int:
         if record["run_dir"] and Path(record["run_dir"], "metrics.jsonl").is_file():
             trained.append(Path(record["run_dir"]))
     if trained:
-        lines.append(f"comparison: {write_report(trained, folder / files.COMPARISON.usual, files.COMPARISON)}")
+        lines.append(f"comparison: {write_report(trained, folder / COMPARISON.usual, COMPARISON)}")
     if "stopped" in found:
         lines.append("stopped; the same command continues")
     print_lines(lines)
@@ -167,7 +170,7 @@ def train_point(config: DictConfig, flags: Sequence[str]) -> float:
     """Train what Hydra composed by these flags; the final validation loss, NaN where there is none."""
     job = HydraConfig.get()
     words, ranks = [*flags, *job.overrides.task], _ranks(config)
-    folder, stop = Path(job.runtime.output_dir), Path(job.runtime.cwd, job.sweep.dir, files.STOP.usual)
+    folder, stop = Path(job.runtime.output_dir), Path(job.runtime.cwd, job.sweep.dir, STOP.usual)
     alone = job.runtime.choices["hydra/launcher"] == "basic"  # else several points write at once
     launcher = PACKAGE.parent / "pretrain_gpt.py"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
@@ -187,7 +190,7 @@ def train_point(config: DictConfig, flags: Sequence[str]) -> float:
             to_stderr(str(error))
             status = "failed"
         record = {"words": [*job.overrides.task], "run_dir": run_dir, "status": status, "val_loss": loss}
-        files.write_atomically(folder / files.POINT.usual, json.dumps(record).encode(), files.POINT)
+        files.write_atomically(folder / POINT.usual, json.dumps(record).encode(), POINT)
     return math.nan if loss is None else float(loss)
 
 

@@ -4,12 +4,12 @@ from collections.abc import Callable, Collection, Iterator
 from functools import cache
 from typing import Any
 
-from megalite.config.schedule_rules import SCHEDULE_TRAITS
+from megalite.config.schedule_request import SPLITTING
 from megalite.config.schema import LEAST_FLEX_HEAD, Config
 from megalite.config.settings import SETTINGS, value_of
 
 NO_EFFECT = "has no effect with {1}"
-FLASH, SPLITTING = {"cudnn", "flash", "fa4"}, {name for name, traits in SCHEDULE_TRAITS.items() if traits.splitting}
+FLASH = {"cudnn", "flash", "fa4"}
 NOT_BF16 = {"fp64", "fp32", "fp16"}
 Values = Collection[Any] | Callable[[Any], Any]  # `bool`: every value but null, 0 and false
 # Values of the setting that is refused, and those with which one of the settings that follow clashes. Some follow only

@@ -25,14 +25,16 @@ from megalite.config.arguments import read_arguments, shown
 from megalite.config.derive import derive
 from megalite.config.files import absolute, read_yaml, refusing
 from megalite.config.model_folder import holds_tokenizer, imported_model_settings
+from megalite.config.rule import outside
 from megalite.config.rules import check, unused
 from megalite.config.schema import Config
-from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, bounds, leaves, nested, with_values
+from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, leaves, nested, with_values
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse
 
 OF_ONE_START = ("run_dir", "resume", "launch.preflight", "launch.status_file", "train.max_minutes")
 _VARIABLE = re.compile(r"oc\.env\s*:\s*['\"]?([^,}\s'\"]+)")
 
+DEFAULTS = {name: setting.default for name, setting in SETTINGS.items()}
 Values = Mapping[str, Any]  # by the names of settings
 
 
@@ -63,12 +65,11 @@ def load_part(words: Sequence[str], doer: str, reads: Sequence[str]) -> Config:
 
 
 def load_values(words: Sequence[str], reads: Sequence[str]) -> Config:
-    """The defaults with the values that overrides give the settings in `reads`, each checked on its own: no rule that
-    joins settings is asked. Other settings must exist, and their values are left out."""
-    found, problems, doubtful, _ = _read(read_arguments(words))
-    config = with_values(found, {name: setting.default for name, setting in SETTINGS.items() if name not in reads})
-    refuse([*problems, *(problem for problem in bounds(config) if problem.setting not in doubtful)])
-    return config
+    """The defaults with the values that overrides give the settings in `reads`. All are checked on their own: no rule
+    that joins settings is asked. What overrides give other settings is left out."""
+    found, problems, _, _ = _read(read_arguments(words))
+    refuse(problems)
+    return with_values(found, {name: DEFAULTS[name] for name in DEFAULTS.keys() - reads})
 
 
 def show_information(arguments: Namespace) -> int:
@@ -98,15 +99,14 @@ def _read(arguments: Namespace) -> tuple[Config, list[Problem], set[str], list[s
     found = collect(partial(overrides.composed, files, choices), problems)
     all_of_them = choices.keys() - GROUPS.keys()  # a recipe may set anything
     names = {*command} | {name for name, setting in SETTINGS.items() if setting.group in choices or all_of_them}
-    by_files = {name: (found or {}).get(name, setting.default) for name, setting in SETTINGS.items()}
-    if by_files["tokenizer"] == SETTINGS["tokenizer"].default and "tokenizer" not in command:
+    by_files = DEFAULTS | (found or {})
+    if by_files["tokenizer"] == DEFAULTS["tokenizer"] and "tokenizer" not in command:
         names.discard("tokenizer")  # a recipe that does not speak of it leaves it to the weights
-    strange = {name: value for name, value in {**(found or {}), **command}.items() if name not in SETTINGS}
-    problems += [overrides.unknown(name, value) for name, value in strange.items()]
-    written = {name: command.get(name, value) for name, value in by_files.items()}
+    written = by_files | command
+    problems += [overrides.unknown(name, value) for name, value in written.items() if name not in SETTINGS]
     departures = tuple(name for name in SETTINGS if written[name] != by_files[name])
     values, wrong = _resolved(written)
-    given = dict[str, list[str]]()
+    told, given = list[str](), list[str]()
     sources = {"as before": _of_run, "from the weights": _of_weights}
     if files.recipe is not None:
         sources = {f"from {files.recipe}": partial(_of_recipe, files.recipe)}
@@ -116,23 +116,23 @@ def _read(arguments: Namespace) -> tuple[Config, list[Problem], set[str], list[s
         held = collect(partial(values_of, values, names), problems) or {}
         new = {name: value for name, value in held.items() if name not in names and value != values[name]}
         if new:
-            given[source] = [f"{name}={overrides.as_override(value)}" for name, value in new.items()]
-            parsed = OverridesParser.create().parse_overrides(given[source])
+            given += (words := [f"{name}={overrides.as_override(value)}" for name, value in new.items()])
+            told.append(f"{source}: {', '.join(words)}")
+            parsed = OverridesParser.create().parse_overrides(words)
             written |= {each.get_key_element(): each.value() for each in parsed}
             values, wrong = _resolved(written)
     problems += wrong
     meant = {overrides.nearest_setting(name) or name for name in (problem.setting.lstrip("+~") for problem in problems)}
     doubtful = {*SETTINGS} if found is None or EXPERIMENT in meant else meant
-    told = tuple(f"{source}: {', '.join(words)}" for source, words in given.items())
-    config = replace(with_values(Config(), values), told=told, departures=departures)
-    return config, problems, doubtful, [word for words in given.values() for word in words]
+    config = replace(with_values(Config(), values), told=tuple(told), departures=departures)
+    return config, problems, doubtful, given
 
 
 def _resolved(written: Values) -> tuple[dict[str, Any], list[Problem]]:
     """All values, with interpolations resolved and types checked; a wrong value becomes a problem and the default."""
-    problems, tree = list[Problem](), OmegaConf.create(nested(written))
+    problems, tree = list[Problem](), OmegaConf.create(nested({name: written[name] for name in SETTINGS}))
     values = {name: collect(partial(_value, tree, name, written[name]), problems) for name in SETTINGS}
-    return values | {each.setting: SETTINGS[each.setting].default for each in problems}, problems
+    return values | {each.setting: DEFAULTS[each.setting] for each in problems}, problems
 
 
 def _value(tree: DictConfig, name: str, written: Any) -> Any:
@@ -144,13 +144,16 @@ def _value(tree: DictConfig, name: str, written: Any) -> Any:
         value = OmegaConf.select(tree, name, throw_on_missing=True)
         if OmegaConf.is_config(value):
             value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-        if overrides.secret_value(str(value)):  # it came in by a file or by ${oc.env:NAME}
+        if overrides.SECRET_VALUE.search(str(value)):  # it came in by a file or by ${oc.env:NAME}
             raise UserError(overrides.secret_problem(name))
-        return setting.typed(value)
+        value = overrides.of_type(setting, value)
     except OmegaConfBaseException as error:
         raise UserError(Problem(name, written, overrides.in_one_line(error), setting.as_default)) from error
     except (ValueError, OverflowError) as error:  # the latter: 400 digits, and no point among them
         raise UserError(Problem(name, written, f"must be {setting.type_words}", setting.as_default)) from error
+    if value is not None and (problem := outside(setting, value)):
+        raise UserError(problem)
+    return value
 
 
 def _of_run(values: Values, named: Collection[str]) -> dict[str, Any]:
@@ -192,7 +195,7 @@ def _of_weights(values: Values, named: Collection[str]) -> dict[str, Any]:
     if values["checkpoint.init_from"] is None or not os.path.lexists(Path(place, "config.json")):
         return {}  # a rule says what is missing
     found = {f"model.{name}": value for name, value in imported_model_settings(place).items()}
-    if values["tokenizer"] != SETTINGS["tokenizer"].default or "tokenizer" in named or _run_of(values, named):
+    if values["tokenizer"] != DEFAULTS["tokenizer"] or "tokenizer" in named or _run_of(values, named):
         return found
     if holds_tokenizer(Path(place)):
         return found | {"tokenizer": place}

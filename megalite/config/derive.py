@@ -17,10 +17,10 @@ from typing import Any
 
 from megalite.config.files import absolute
 from megalite.config.layout import dense_ranks
-from megalite.config.schedule_rules import SCHEDULE_TRAITS, ScheduleRequest
+from megalite.config.schedule_request import CHUNKED, SPLITTING, ScheduleRequest
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from megalite.config.settings import OPEN, SETTINGS, value_of, with_values
-from megalite.config.step_plan import batch_ramp
+from megalite.config.step_plan import batch_sizes
 from megalite.errors.problems import plain
 
 FILLING = 8  # microbatches that a pipeline has by default, at least: of two stages the first and last idle for a ninth
@@ -47,7 +47,7 @@ def derive(config: Config, world_size: int = 1) -> Config:
     """A new config with the derived values filled in and all paths absolute. Deriving twice changes nothing."""
     axes, train, resolved = config.parallel, config.train, _resolved(config)
     request, folder = schedule_request(config, world_size), run_dir_of(resolved)
-    grouped = SCHEDULE_TRAITS[request.schedule].chunked and train.batch_ramp is None  # else groups grow with batches
+    grouped = request.schedule in CHUNKED and train.batch_ramp is None  # else groups grow with batches
     values = {
         "parallel.microbatch_group_size": request.group if grouped else None,
         "train.micro_batch_size": derive_micro_batch_size(config, world_size),
@@ -69,7 +69,7 @@ def derive_sizes(config: Config) -> Config:
         "parallel.etp": axes.tp,
         "parallel.sequence_parallel": axes.tp > 1,
         "parallel.schedule": derive_schedule(axes),
-        "train.compile": False if SCHEDULE_TRAITS[derive_schedule(axes)].splitting else None,  # None: by the device
+        "train.compile": False if derive_schedule(axes) in SPLITTING else None,  # None: by the device
     }
     return _filled(replace(config, model=model), values)
 
@@ -110,7 +110,7 @@ def derive_schedule(parallel: ParallelConfig) -> str:
 def derive_micro_batch_size(config: Config, world_size: int) -> int:
     """The micro-batch size: the setting, else the largest divisor, up to 8, of a data-parallel rank's share of every
     global batch that leaves a pipeline a microbatch for each rank (or group), and 8 at full size."""
-    shares = [max(1, sequences * dense_ranks(config) // world_size) for sequences in batch_ramp(config.train).sizes]
+    shares = [max(1, sequences * dense_ranks(config) // world_size) for sequences in batch_sizes(config.train)]
     pp, group_size = config.parallel.pp, config.parallel.microbatch_group_size or 1
     most = min(shares[0] // max(pp, group_size), shares[-1] // FILLING if pp > 1 else shares[-1])
     largest, common = min(8, max(1, most)), gcd(*shares)
@@ -123,7 +123,7 @@ def schedule_request(config: Config, world_size: int) -> ScheduleRequest:
     dp, rest = divmod(world_size, dense_ranks(config))
     sequences = derive_micro_batch_size(config, world_size) * dp
     if rest or batch % sequences:
-        group_size = None if SCHEDULE_TRAITS[schedule].chunked else axes.microbatch_group_size
+        group_size = None if schedule in CHUNKED else axes.microbatch_group_size
         return ScheduleRequest(schedule, axes.pp, axes.pp, axes.vpp, group_size)
     return ScheduleRequest(schedule, axes.pp, batch // sequences, axes.vpp, axes.microbatch_group_size)
 

@@ -100,19 +100,17 @@ def as_record(kind: type[Record], found: Any, place: Path | str, hint: str = RES
     """A dataclass from the fields of a JSON object, by the types of its annotations; UserError that names the field
     which is missing or of another type. What the dataclass does not know is ignored."""
     with refusing(place, hint):
-        return _record(kind, _object(found))
-
-
-def _record(kind: type[Record], found: dict[str, Any]) -> Record:
-    values, kinds = dict[str, Any](), typing.get_type_hints(kind)
-    for name, value in ((name, found[name]) for name in kinds if name in found):
-        values[name] = _record(kinds[name], _object(value)) if is_dataclass(kinds[name]) else value
-        if not fits(values[name], kinds[name]):
-            raise ValueError(f"has {name}={value!r:.60}, which is not of type {kinds[name]}, or below 0")
-    try:
-        return kind(**values)
-    except TypeError as error:  # a field without a default is missing
-        raise ValueError(str(error)) from error
+        values, kinds = _object(found), typing.get_type_hints(kind)
+        values = {name: values[name] for name in kinds if name in values}
+        for name, value in values.items():
+            if is_dataclass(kinds[name]):
+                values[name] = as_record(kinds[name], value, place, hint)
+            elif not fits(value, kinds[name]):
+                raise ValueError(f"has {name}={value!r:.60}, which is not of type {kinds[name]}, or below 0")
+        try:
+            return kind(**values)
+        except TypeError as error:  # a field without a default is missing
+            raise ValueError(str(error)) from error
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -137,23 +135,10 @@ class Kind(NamedTuple):
     mark: bytes
 
 
-_PAGE = rb'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n<meta (name="generator" content="'
-_POLICY = rb'"|http-equiv="Content-Security-Policy" content="[^"\n]*sha256-)'  # pages of f4fa60b
 _FIGURES = rb'\{\n  "hardware": "|\[\n  \{\n    "model": "[\w.]+",\n    "(precision|layer)": '
 STATUS = Kind("a status file", "run.status", rb'\{"state": "\w+", "step": \d+, "steps": \d+, "run_dir": "')
-REPORT = Kind("the report of a run", "report.html", _PAGE + b"megalite report" + _POLICY)
-COMPARISON = Kind("a comparison of runs", "comparison.html", _PAGE + b"megalite comparison" + _POLICY)
 FIGURES = Kind("figures of a benchmark", "speed.json", _FIGURES)
 RUN_LOCK = Kind("the lock of a run", LOCK, rb'\Z|\{"host": ')
-POINT = Kind("the record of a sweep's point", "point.json", rb'\{"words": \[')
-STOP = Kind("the stop file of a sweep", "stop", rb"\.+\Z")
-SWEEP = Kind("Hydra's record of a sweep", "multirun.yaml", rb"hydra:\n")
-
-
-def picture_of(command: str) -> Kind:
-    """Pictures that a command draws. The title of an SVG file says so."""
-    mark = rb"<\?xml[\s\S]*<dc:title>megalite %s</dc:title>"
-    return Kind(f"a picture of {command}", f"{command}.svg", mark % command.encode())
 
 
 def in_the_way(path: Path, kind: Kind) -> str:

@@ -5,15 +5,14 @@ the folder is sound, and its model is another one than the GPT here.
 """
 
 from collections.abc import Iterator, Mapping
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from megalite.config.files import read_object
-from megalite.config.rule import Case, problems_of
+from megalite.config.rule import Case, outside, problems_of
 from megalite.config.rules import RULES
 from megalite.config.schema import Config, ModelConfig
-from megalite.config.settings import SETTINGS, outside, with_values
+from megalite.config.settings import SETTINGS, with_values
 from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse
 from megalite.hf.families import FAMILIES
 from megalite.hf.families.llama import RotaryFamily
@@ -31,7 +30,8 @@ def imported_model_settings(folder: str | Path) -> dict[str, Any]:
     whose value is wrong, or else with every key that they cannot say."""
     path, found = Path(folder, "config.json"), read_model_file(Path(folder))
     family = FAMILIES[found["model_type"]]
-    keys = {name: key for key, name in family.names.items() if key in found}
+    keys = {name: key for name, key in family.keys.items() if key in found}
+    keys |= {name: key for key, name in family.also.items() if key in found}
 
     def problem(key: str, value: Any, rule: str, hint: str = HINT) -> Problem:
         return Problem(f"{path}: {key}", value, rule, hint, here=True)
@@ -71,12 +71,6 @@ def imported_model(folder: str | Path) -> ModelConfig:
     """The model of these settings; sizes that no config.json tells are not derived."""
     settings = imported_model_settings(folder)
     return with_values(Config(), {f"model.{name}": value for name, value in settings.items()}).model
-
-
-def settings_of(model: ModelConfig) -> dict[str, Any]:
-    """The model's settings as families take them: {"num_layers": 12, "moe.top_k": 2, ...}."""
-    names = [setting.leaf for setting in SETTINGS.values() if setting.group == "model"]
-    return {name: attrgetter(name)(model) for name in names}
 
 
 def holds_tokenizer(folder: Path) -> bool:

@@ -22,7 +22,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "intra_dp_cp": ("dp-cp-shard",),
     "cp": ("cp-alltoall", "cp-ring"),
     "tp_cp": ("tp-cp",),
-    "pp": ("pp",),
+    "pp": ("pp-forward", "pp-backward"),
     "embd": ("word-embedding",),
     "ep_dp": ("edp",),
     "intra_ep_dp": ("edp-shard",),

@@ -7,6 +7,7 @@ What looks like a secret is refused, because command lines and saved configs are
 import re
 import shlex
 import sys
+import typing
 from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -27,7 +28,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.files import read_yaml, refusing
-from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, leaves, yaml_value
+from megalite.config.rule import outside
+from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, Setting, leaves, yaml_value
 from megalite.errors.problems import NO_VALUE, Problem, UserError, shortened
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -43,7 +45,7 @@ ADVICE = "pass secrets in the environment (HF_TOKEN, WANDB_API_KEY), and change 
 # In a name of small letters. Short words count where a word of the name ends in them: APIKEY and PGPASS, not KEYBOARD.
 _SECRET_NAME = re.compile(r"token|secret|passw|passphrase|credential|(?:key|pass|pwd|auth|bearer|cookie)s?(?![a-z])")
 _HARMLESS = re.compile(r"tokeni[sz][a-z]*|tokens|key_value|^(?:old)?pwd$|compass")
-_SECRET_VALUE = re.compile(
+SECRET_VALUE = re.compile(
     r"(?<![A-Za-z0-9])(?:hf_[A-Za-z0-9]{30,}|(?:gh[pousr]_|github_pat_|glpat-|wandb_v\d_)[\w-]{16,}"
     r"|sk-(?:(?:proj|ant|or|svcacct)-[\w-]{20,}|[A-Za-z0-9]{20,})"  # OpenAI and others
     r"|xox[a-z]-[\w-]{10,}|A[KS]IA[0-9A-Z]{12,}|AIza[\w-]{30,}|ya29\.[\w-]{20,}"  # Slack, AWS, Google
@@ -76,6 +78,7 @@ FOREIGN_WORDS = {  # what the same is called in nanoGPT, Megatron-LM and transfo
     "run_dir": "output_dir",
 }
 BY_WORD = {word: name for name, words in FOREIGN_WORDS.items() for word in words.split()}
+YES, NO = ("true", "yes", "y", "on", "1"), ("false", "no", "n", "off", "0")
 
 
 class Files(NamedTuple):
@@ -85,10 +88,6 @@ class Files(NamedTuple):
     folders: tuple[str, ...]
     name: str
     recipe: Path | None = None
-
-    def options(self, group: str) -> list[str]:
-        """The names of a group's files."""
-        return sorted({path.stem for folder in self.folders for path in Path(folder, group).glob("*.yaml")})
 
 
 class _OwnFolders(SearchPathPlugin):
@@ -124,10 +123,7 @@ def hydra_with(files: Files) -> AbstractContextManager[Any]:
     """Hydra, initialized with the files for the time of a block; a sweep has done it already."""
     if GlobalHydra.instance().is_initialized():
         return nullcontext()
-    context: AbstractContextManager[Any] = hydra.initialize_config_dir(
-        _main_folder(files), "pretrain_gpt", **_VERSION_BASE
-    )
-    return context
+    return hydra.initialize_config_dir(_main_folder(files), "pretrain_gpt", **_VERSION_BASE)
 
 
 def composed(files: Files, choices: Mapping[str, str]) -> dict[str, Any]:
@@ -167,7 +163,7 @@ def read_override(text: str, files: Files) -> tuple[dict[str, str], dict[str, An
     text = text.lstrip("+")
     name, equals, given = text.partition("=")
     if secret_override(text):
-        raise UserError(secret_problem(name if equals and not secret_value(name) else "override"))
+        raise UserError(secret_problem(name if equals and not SECRET_VALUE.search(name) else "override"))
     if not equals or name.startswith(("-", "~", "hydra.", "hydra/")):
         hint = f"settings are written name=value: {nearest_setting(name.strip('-~')) or 'model'}=VALUE; see --help"
         if equals and name.startswith("hydra"):
@@ -186,15 +182,44 @@ def read_override(text: str, files: Files) -> tuple[dict[str, str], dict[str, An
     name, value = parsed.get_key_element(), parsed.value()
     if isinstance(value, dict) and name not in SETTINGS:  # model={norm: rmsnorm} sets what model.norm=rmsnorm sets
         return {}, leaves(value, f"{name}.")
-    if "." in name or not (choices := files.options(name)):
+    found = (path.stem for folder in files.folders for path in Path(folder, name).glob("*.yaml"))
+    if "." in name or not (choices := sorted({*found})):
         return {}, {name: value}
     if value not in choices:
-        meant = [f"{one.name}={value}" for one in SETTINGS.values() if one.leaf == name and one.takes(value)]
+        meant = [f"{one.name}={value}" for one in SETTINGS.values() if one.leaf == name and takes(one, value)]
         near = next(iter(get_close_matches(str(value), choices, n=1, cutoff=0.3)), None)
         hint = (meant or [f"{name}={near} is the nearest" if near else f"{name}={choices[0]}"])[0]
         rule = f"unknown choice: there is no conf/{name}/{value}.yaml"
         raise UserError(Problem(name, value, rule, f"{hint}; choices: {', '.join(choices)}"))
     return {name: str(value)}, {}
+
+
+def of_type(setting: Setting, value: Any) -> Any:
+    """A value from YAML or a command line as the setting's type; ValueError or OverflowError for another type."""
+    several = typing.get_origin(setting.kind) is list
+    if setting.nullable and (value is None or (value == "auto" and setting.kind is bool)):
+        return None
+    if several != isinstance(value, list) and setting.kind is not Any:
+        raise ValueError(value)
+    kind = typing.get_args(setting.kind)[0] if several else setting.kind
+    return [_single(kind, one) for one in value] if isinstance(value, list) else _single(kind, value)
+
+
+def _single(kind: Any, value: Any) -> Any:
+    if kind is bool and (word := str(value).lower()) in (*YES, *NO):
+        return word in YES
+    others: dict[Any, tuple[type, ...]] = {bool: (object,), int: (bool, float), float: (bool,)}
+    if value is None or isinstance(value, (list, dict, *others.get(kind, ()))):
+        raise ValueError(value)
+    return value if kind is Any else kind(value)
+
+
+def takes(setting: Setting, value: Any) -> bool:
+    """Whether the value is of the setting's type and within its bounds."""
+    try:
+        return (one := of_type(setting, value)) is None or outside(setting, one) is None
+    except (ValueError, OverflowError):
+        return False
 
 
 def as_override(value: Any) -> str:
@@ -213,13 +238,13 @@ def typed(name: str, value: Any) -> str:
 
 def unknown(name: str, value: Any) -> Problem:
     """The problem with a name that is no setting, and what to write instead."""
-    if secret_name(name) or secret_value(str(value)):  # in a file
+    if secret_name(name) or SECRET_VALUE.search(str(value)):  # in a file
         return secret_problem(name)
     if name in GROUPS:
         return Problem(name, value, "is a group of settings", f"{name}=NAME of a file, or its settings: {name}.NAME")
     hint = "all settings are in docs/configuration.md"
     if near := nearest_setting(name):
-        fits = near not in SETTINGS or SETTINGS[near].takes(value)
+        fits = near not in SETTINGS or takes(SETTINGS[near], value)
         hint = f"did you mean {typed(near, value) if fits else f'{near}: {SETTINGS[near].words}'} ?"
     return Problem(name, value, "unknown setting", hint)
 
@@ -258,13 +283,8 @@ def secret_name(name: str) -> bool:
     )
 
 
-def secret_value(text: str) -> bool:
-    """Whether the text holds something of the form of a known kind of secret."""
-    return bool(_SECRET_VALUE.search(text))
-
-
 def secret_override(text: str) -> bool:
     """Whether `name=value`, in any form, names or holds a secret; names inside `{name: value}` count too."""
     name, _, value = text.partition("=")
     names = re.findall(r"(?<![\w.-])([\w.-]+)\s*:", value.partition("{")[2])
-    return secret_value(text) or any(map(secret_name, (name, *names)))
+    return bool(SECRET_VALUE.search(text)) or any(map(secret_name, (name, *names)))

@@ -10,18 +10,19 @@ The first setting is refused. A setting is named by its last words where no othe
 after it was tried: with it the refused setting breaks no rule, and no setting is refused that was not refused before.
 """
 
+import math
 import operator
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from math import prod
 from typing import Any
 
 from megalite.config.clashes import full_name
 from megalite.config.derive import derive_sizes
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS, Setting, outside, value_of, with_values, yaml_value
+from megalite.config.settings import SETTINGS, Setting, value_of, with_values, yaml_value
 from megalite.errors.problems import Problem, rounded
 
 RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
@@ -31,6 +32,13 @@ RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "not above": operator.le,
     "below": operator.lt,
 }
+WITHIN = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
+LARGEST, LARGEST_IN_LIST = 2**31 - 1, 2**63 - 1  # of whole numbers without a limit of their own
+PLACES = (
+    *("run_dir", "tokenizer", "data.path", "data.cache_dir", "checkpoint.init_from", "parallel.nccl_options"),
+    "launch.status_file",
+)
+LONGEST_NAME = 255  # bytes of a file's name, in any usual file system
 TRIED, OFFERED, WAYS = 80, 3, 4  # values of one setting, those of them that are offered, and settings
 NEAR = 32  # whole numbers that far away are tried
 LARGEST_DIVISOR = 1 << 12
@@ -60,9 +68,6 @@ class Case:
         given = self.given(name)
         return value_of(self.derived, name) if given is None and name in SETTINGS else given
 
-    def values(self, words: str) -> list[Any]:
-        return [self.value(full_name(word)) for word in words.split()]
-
     def changed(self, name: str, value: Any) -> "Case":
         change = {"config": with_values(self.config, {name: value})} if name in SETTINGS else {name: value}
         return replace(self, **change)
@@ -78,6 +83,33 @@ class Case:
     def derived(self) -> Config:
         """The config with what model and layout derive filled in."""
         return derive_sizes(self.config)
+
+
+def outside(setting: Setting, value: Any) -> Problem | None:
+    """The problem with a value of the right type, and not null, that the setting does not allow."""
+    parts, limits = value if isinstance(value, list) else [value], setting.limits
+    most = limits.get("at_most", LARGEST_IN_LIST if isinstance(value, list) else LARGEST)
+    if setting.choices and not {*parts} <= {*setting.choices}:
+        return Problem(setting.name, value, "unknown choice", f"choices: {', '.join(setting.choices)}")
+    if any(isinstance(one, float) and not math.isfinite(one) for one in parts):
+        rule = "must be finite"
+    elif not all(WITHIN[name](one, limit) for name, limit in limits.items() for one in parts):
+        rule = f"must be {setting.limit_words}"
+    elif any(isinstance(one, int) and one > most for one in parts):
+        rule = f"is more than {most:,}"
+    else:
+        return unusable_path(setting.name, value) if setting.name in PLACES else None
+    return Problem(setting.name, value, rule, setting.as_default)
+
+
+def unusable_path(name: str, value: Any) -> Problem | None:
+    """The problem with a path, or with one of several, that no file system takes; `name` is the setting."""
+    for path in map(os.path.expanduser, map(str, value if isinstance(value, list) else [value])):
+        empty = not path and name != "tokenizer"  # its rule names the choices
+        too_long = any(len(os.fsencode(part)) > LONGEST_NAME for part in path.split("/"))
+        if empty or too_long or "\0" in path or path.startswith("~"):  # of a user who is unknown
+            return Problem(name, value, "no file can have this name", "another path; ./~NAME for such a name")
+    return None
 
 
 def broken(case: Case, rules: Iterable[Rule]) -> Iterator[tuple[list[str], str]]:
@@ -98,8 +130,8 @@ def routes(case: Case) -> bool:
 
 
 def _related(case: Case, name: str, relation: str, others: str, when: Callable[[Case], Any] = bool) -> Found:
-    values = case.values(f"{name} {others}")
-    wrong = None not in values and when(case) and RELATIONS[relation](values[0], prod(values[1:]))
+    values = [case.value(full_name(word)) for word in (name, *others.split())]
+    wrong = None not in values and when(case) and RELATIONS[relation](values[0], math.prod(values[1:]))
     return wrong, f"{name} {others}", f"{relation} {' x '.join(f'{{{at}}}' for at in range(1, len(values)))}"
 
 
@@ -170,7 +202,7 @@ def _of_its_kind(setting: Setting, value: Any, numbers: Sequence[float], *, refu
 def _whole_numbers(value: int, others: Sequence[int]) -> list[Any]:
     """Numbers nearby, and multiples and divisors of the others and of their product, the nearest first."""
     found = {*range(value - NEAR, value + NEAR + 1)}
-    for one in {*others, prod(others)}:
+    for one in {*others, math.prod(others)}:
         first = max(1, value // one - 1)
         found |= {times * one for times in range(first, first + OFFERED + 2)}
         found |= {part for part in range(1, min(one, LARGEST_DIVISOR) + 1) if one % part == 0}

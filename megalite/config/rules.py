@@ -1,11 +1,11 @@
 """Everything that makes a config unusable, as a list of problems; all of them are found before torch is imported.
 
-`settings.py` judges each setting on its own, a rule of `RULES` joins several (`rule.py` says what a rule is). What this
+Each setting is judged on its own before; a rule of `RULES` joins several (`rule.py` says what a rule is). What this
 machine must have is in `machine_rules.py`. A rule that speaks of a setting that is already refused stays silent.
 """
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from ctypes import c_float
 from dataclasses import replace
 from itertools import islice
@@ -15,11 +15,11 @@ from megalite.config import layout
 from megalite.config.clashes import NO_EFFECT, clashes, full_name
 from megalite.config.derive import NAME, schedule_request
 from megalite.config.machine_rules import MACHINE_RULES
-from megalite.config.rule import Case, Found, Rule, broken, problems_of, routes, speaks_of
-from megalite.config.schedule_rules import schedule_flaws
+from megalite.config.rule import Case, Found, Rule, broken, outside, problems_of, routes, speaks_of
+from megalite.config.schedule_request import CHUNKED, ScheduleRequest
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS, bounds, outside, with_values
-from megalite.config.step_plan import batch_ramp, ramp_flaw
+from megalite.config.settings import SETTINGS
+from megalite.config.step_plan import batch_sizes, ramp_flaw
 from megalite.errors.problems import Problem
 from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, EXPERT_NAME, strides_of
 from megalite.layout.stages import stage_counts
@@ -59,15 +59,12 @@ UNUSED: list[Inert] = [
 ]
 
 
-def check(config: Config, world_size: int, doubtful: Collection[str] = ()) -> list[Problem]:
-    """All problems of a config on `world_size` ranks. `doubtful` settings were refused before they entered it."""
-    problems = list(bounds(config))
-    refused = {*doubtful, *(problem.setting for problem in problems)}
-    # Rules compute with the defaults of what bounds refuse.
-    judged = with_values(config, {problem.setting: SETTINGS[problem.setting].default for problem in problems})
-    problems += problems_of(Case(judged, world_size), RULES, refused)
-    found = (problem for rule in MACHINE_RULES for problem in rule(judged))
-    return problems + [problem for problem in found if not speaks_of([problem.setting], refused)]
+def check(config: Config, world_size: int, doubtful: Set[str] = frozenset()) -> list[Problem]:
+    """All problems of a config, whose values are right each on its own, on `world_size` ranks. `doubtful` settings were
+    refused before they entered it."""
+    found = (problem for rule in MACHINE_RULES for problem in rule(config))
+    of_machine = [problem for problem in found if not speaks_of([problem.setting], doubtful)]
+    return problems_of(Case(config, world_size), RULES, doubtful) + of_machine
 
 
 def unused(config: Config) -> list[str]:
@@ -259,7 +256,7 @@ def batches_suit_ranks_and_schedule(case: Case) -> Iterator[Found]:
     """The full batch does, and if it does, all smaller ones of a ramp."""
     train, request = case.config.train, schedule_request(case.config, case.world_size)
     dp, rest = divmod(case.world_size, layout.dense_ranks(case.config))
-    unit, sizes, flaw = (train.micro_batch_size or 1) * max(1, dp), batch_ramp(train).sizes, ramp_flaw(train)
+    unit, sizes, flaw = (train.micro_batch_size or 1) * max(1, dp), batch_sizes(train), ramp_flaw(train)
     uneven = next((size for size in sizes if size % unit), 0)
     full, flaws = not rest and sizes[-1] % unit, [*schedule_flaws(request)]
     rule = f"not a multiple of {unit}, a micro-batch for each data-parallel rank"
@@ -274,6 +271,23 @@ def batches_suit_ranks_and_schedule(case: Case) -> Iterator[Found]:
     short = ((many, rule) for many in ramps for _, rule in schedule_flaws(replace(request, microbatches=many)))
     for many, rule in islice(short, 1):
         yield True, "batch_ramp", f"has batches of {many} microbatches: {rule}"
+
+
+def schedule_flaws(request: ScheduleRequest) -> Iterator[tuple[str, str]]:
+    """Everything that keeps the request from being a schedule: the setting, and the rule that it breaks."""
+    name, pp, microbatches, group = request.schedule, request.pp, request.microbatches, request.group_size
+    chunked = name in CHUNKED
+    if chunked != (request.vpp > 1):
+        rule = "takes several chunks" if chunked else "takes one chunk"
+        yield "parallel.schedule", f"{name} {rule} of layers for each rank, not parallel.vpp={request.vpp}"
+    if group is not None and not chunked:
+        yield "parallel.microbatch_group_size", f"has no effect with parallel.schedule={name}"
+    if chunked and microbatches < pp:
+        rule = f"{name} needs a microbatch for each of parallel.pp={pp} ranks, and there are {microbatches}"
+        yield "train.global_batch_size", rule
+    elif chunked and group is not None and (not pp <= group <= microbatches or 0 < microbatches % group < pp):
+        rule = f"must be from parallel.pp={pp} to {microbatches}, the microbatches, and leave none or {pp} for the last"
+        yield "parallel.microbatch_group_size", rule
 
 
 def ranks_hold_equal_shares(case: Case) -> Iterator[Found]:

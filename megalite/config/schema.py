@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megalite.config.activations import ACTIVATIONS
-from megalite.config.schedule_rules import SCHEDULE_TRAITS
+from megalite.config.schedule_request import SCHEDULE_NAMES
 
 A_YEAR_S = 365 * 24 * 3600  # as long as a wait may be asked for
 LEAST_FLEX_HEAD = 16  # numbers of a head: torch's flex attention takes no smaller ones
@@ -17,7 +17,7 @@ MOST_LAYERS, MOST = 10_000, 2**20  # far beyond what anyone trains, and few enou
 
 def setting(default: Any, meaning: str, *, choices: str = "", name: str | None = None, **limits: float) -> Any:
     """A dataclass field with its meaning, and the choices (`a|b`) and limits (at_least, above, at_most, below) that
-    settings.py enforces and the docs print. `name`: what users call it, where Python does not allow it for a field."""
+    rule.py enforces and the docs print. `name`: what users call it, where Python does not allow it for a field."""
     metadata = {"name": name, "meaning": meaning, "choices": tuple(filter(None, choices.split("|"))), "limits": limits}
     if isinstance(default, list):
         return field(default_factory=default.copy, metadata=metadata)
@@ -115,7 +115,7 @@ class ParallelConfig:
     cp: int = setting(1, "context-parallel size: one sequence across ranks", at_least=1, at_most=MOST)
     pp: int = setting(1, "pipeline-parallel size: layers across ranks", at_least=1, at_most=MOST)
     vpp: int = setting(1, "chunks of layers (virtual stages) per pipeline rank", at_least=1, at_most=MOST)
-    schedule: str = setting(None, "null: interleaved if vpp > 1, else 1f1b", choices="|".join(SCHEDULE_TRAITS))
+    schedule: str = setting(None, "null: interleaved if vpp > 1, else 1f1b", choices="|".join(SCHEDULE_NAMES))
     microbatch_group_size: int | None = setting(None, "interleaved: microbatches of a turn; null: as suits", at_least=1)
     first_stage_layers: int | None = setting(None, "layers of the first pipeline rank; null: as others", at_least=0)
     last_stage_layers: int | None = setting(None, "layers of the last pipeline rank; null: as others", at_least=0)

@@ -6,9 +6,6 @@ for a field (`checkpoint.async`): only this file knows both words.
 """
 
 import json
-import math
-import operator
-import os
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -18,7 +15,6 @@ from operator import attrgetter
 from typing import Any
 
 from megalite.config.schema import Config
-from megalite.errors.problems import Problem
 
 OPEN = (None, "auto")  # values of settings that are left to be derived
 DERIVED = "derived"  # key of a run's config.yaml: the settings in it that nobody gave
@@ -32,14 +28,6 @@ TYPE_WORDS = {
     list[str]: "a list of words",
     Any: "text or a list of it",
 }
-PLACES = (
-    *("run_dir", "tokenizer", "data.path", "data.cache_dir", "checkpoint.init_from", "parallel.nccl_options"),
-    "launch.status_file",
-)
-LONGEST_NAME = 255  # bytes of a file's name, in any usual file system
-LARGEST, LARGEST_IN_LIST = 2**31 - 1, 2**63 - 1  # of whole numbers without a limit of their own
-WITHIN = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
-YES, NO = ("true", "yes", "y", "on", "1"), ("false", "no", "n", "off", "0")
 
 
 @dataclass(frozen=True)
@@ -83,32 +71,6 @@ class Setting:
         """The override that gives the default."""
         return f"{self.name}={yaml_value(self.default)}"
 
-    def typed(self, value: Any) -> Any:
-        """A value from YAML or a command line as this setting's type; ValueError or OverflowError for another type."""
-        several = typing.get_origin(self.kind) is list
-        if self.nullable and (value is None or (value == "auto" and self.kind is bool)):
-            return None
-        if several != isinstance(value, list) and self.kind is not Any:
-            raise ValueError(value)
-        kind = typing.get_args(self.kind)[0] if several else self.kind
-        return [_single(kind, one) for one in value] if isinstance(value, list) else _single(kind, value)
-
-    def takes(self, value: Any) -> bool:
-        """Whether the value is of this setting's type and within its bounds."""
-        try:
-            return (typed := self.typed(value)) is None or outside(self, typed) is None
-        except (ValueError, OverflowError):
-            return False
-
-
-def _single(kind: Any, value: Any) -> Any:
-    if kind is bool and (word := str(value).lower()) in (*YES, *NO):
-        return word in YES
-    others: dict[Any, tuple[type, ...]] = {bool: (object,), int: (bool, float), float: (bool,)}
-    if value is None or isinstance(value, (list, dict, *others.get(kind, ()))):
-        raise ValueError(value)
-    return value if kind is Any else kind(value)
-
 
 def _settings(schema: type, path: str = "") -> Iterator[Setting]:
     """All settings of a dataclass and of the dataclasses in it; `path` is where it is in the config."""
@@ -136,14 +98,13 @@ def value_of(config: Config, name: str) -> Any:
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
     """A copy in which the settings, by their dotted names, hold these values."""
-    for name, value in values.items():
-        config = _replaced(config, SETTINGS[name].field, value)
-    return config
+    changed: Config = _replaced(config, nested({SETTINGS[name].field: value for name, value in values.items()}))
+    return changed
 
 
-def _replaced(part: Any, field: str, value: Any) -> Any:
-    first, _, rest = field.partition(".")
-    return replace(part, **{first: _replaced(getattr(part, first), rest, value) if rest else value})
+def _replaced(part: Any, values: Mapping[str, Any]) -> Any:
+    groups = {name: _replaced(group, values[name]) for name in values if is_dataclass(group := getattr(part, name))}
+    return replace(part, **{**values, **groups})
 
 
 def as_plain(config: Config) -> dict[str, Any]:
@@ -177,38 +138,3 @@ def yaml_value(value: Any) -> str:
     if isinstance(value, list):
         return f"[{','.join(map(yaml_value, value))}]"
     return value if isinstance(value, str) else json.dumps(value)
-
-
-def bounds(config: Config) -> Iterator[Problem]:
-    """Choices, limits, finiteness and usable paths of every setting on its own."""
-    for setting in SETTINGS.values():
-        if (value := value_of(config, setting.name)) is not None:
-            problem = outside(setting, value) or (setting.name in PLACES and unusable(setting.name, value))
-            yield from [problem] if problem else []
-
-
-def outside(setting: Setting, value: Any) -> Problem | None:
-    """The problem with a value of the right type that the setting does not allow."""
-    parts, limits = value if isinstance(value, list) else [value], setting.limits
-    most = limits.get("at_most", LARGEST_IN_LIST if isinstance(value, list) else LARGEST)
-    if setting.choices and not {*parts} <= {*setting.choices}:
-        return Problem(setting.name, value, "unknown choice", f"choices: {', '.join(setting.choices)}")
-    if any(isinstance(one, float) and not math.isfinite(one) for one in parts):
-        rule = "must be finite"
-    elif not all(WITHIN[name](one, limit) for name, limit in limits.items() for one in parts):
-        rule = f"must be {setting.limit_words}"
-    elif any(isinstance(one, int) and one > most for one in parts):
-        rule = f"is more than {most:,}"
-    else:
-        return None
-    return Problem(setting.name, value, rule, setting.as_default)
-
-
-def unusable(name: str, value: Any) -> Problem | None:
-    """The problem with a path, or with one of several, that no file system takes; `name` is the setting."""
-    for path in map(os.path.expanduser, map(str, value if isinstance(value, list) else [value])):
-        empty = not path and name != "tokenizer"  # its rule names the choices
-        too_long = any(len(os.fsencode(part)) > LONGEST_NAME for part in path.split("/"))
-        if empty or too_long or "\0" in path or path.startswith("~"):  # of a user who is unknown
-            return Problem(name, value, "no file can have this name", "another path; ./~NAME for such a name")
-    return None

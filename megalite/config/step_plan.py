@@ -14,34 +14,14 @@ from megalite.config.schema import TrainConfig
 MOST_SIZES = 10_000
 
 
-@dataclass(frozen=True)
-class BatchRamp:
-    """Global batches that grow through the (ascending) sizes at equal distances in samples, and are full from sample
-    `samples` on. Megatron-LM's --rampup-batch-size, in whole numbers."""
-
-    sizes: range
-    samples: int = 0
-
-    def size(self, first: int) -> int:
-        """Sequences of the batch whose first sample is `first`."""
-        return self.sizes[-1 if first >= self.samples else first * (len(self.sizes) - 1) // self.samples]
-
-    def samples_after(self, batches: int, first: int = 0) -> int:
-        """The sample after `batches` batches that begin with sample `first`."""
-        for number, size in enumerate(self.sizes[:-1], 1):
-            end = -(-number * self.samples // (len(self.sizes) - 1))  # the first sample of a larger batch
-            of_size = min(batches, max(0, -(-(end - first) // size)))
-            first, batches = first + of_size * size, batches - of_size
-        return first + batches * self.sizes[-1]
-
-
-def batch_ramp(train: TrainConfig) -> BatchRamp:
-    """How batches grow; full ones alone without train.batch_ramp, and where its numbers are no ramp (`ramp_flaw`)."""
+def batch_sizes(train: TrainConfig) -> range:
+    """The ascending sizes of global batches: the full one alone without train.batch_ramp, and where its numbers are no
+    ramp (`ramp_flaw`)."""
     full = train.global_batch_size
     if train.batch_ramp is None or ramp_flaw(train):
-        return BatchRamp(range(full, full + 1))
-    start, increment, samples = train.batch_ramp
-    return BatchRamp(range(start, full + 1, increment), samples)
+        return range(full, full + 1)
+    start, increment, _ = train.batch_ramp
+    return range(start, full + 1, increment)
 
 
 def ramp_flaw(train: TrainConfig) -> str | None:
@@ -69,9 +49,11 @@ class PlannedStep:
 
 
 def planned_steps(train: TrainConfig, *, done: int, samples: int) -> Iterator[PlannedStep]:
-    """The steps after the first `done`, which have consumed `samples`; they do not end."""
-    ramp, skipped = batch_ramp(train), frozenset(train.skip_steps)
+    """The steps after the first `done`, which have consumed `samples`; they do not end. Batches grow through their
+    sizes at equal distances in samples: Megatron-LM's --rampup-batch-size, in whole numbers."""
+    sizes, skipped = batch_sizes(train), frozenset(train.skip_steps)
+    growing = train.batch_ramp[-1] if train.batch_ramp else 0  # samples, after which batches are full
     for step in count(done + 1):
-        sequences = ramp.size(samples)
+        sequences = sizes[-1 if samples >= growing else samples * (len(sizes) - 1) // growing]
         yield PlannedStep(step, samples, sequences, step in skipped)
         samples += sequences

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalite.layout.sequence import AttentionPlan, CpShard
+from megalite.layout.sequence import AttentionPlan
 from megalite.tensor_parallel.collectives import (
     TensorGroup,
     finish,
@@ -42,13 +42,6 @@ class CpGroups:
     gathers: bool = False
     sharing: TensorGroup | None = None
     waiting: Waiting = nullcontext
-
-    @property
-    def share(self) -> CpShard:
-        """What of each sequence is here."""
-        member, members = (0, 1) if self.alltoall is None else (self.alltoall.index, self.alltoall.size)
-        block, blocks = (0, 1) if self.ring is None else (self.ring.index, self.ring.size)
-        return CpShard(block * members + member, blocks, members)
 
     def swap(self, x: Tensor) -> Tensor:
         """Part i of x goes to rank i of `alltoall`, and part i of the result comes from it: its own adjoint."""

@@ -9,6 +9,7 @@ import json
 import shutil
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -21,9 +22,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megalite.config.files import draft_of, refusing, sync_folder
-from megalite.config.model_folder import settings_of
 from megalite.config.schema import ModelConfig
-from megalite.config.settings import yaml_value
+from megalite.config.settings import leaves, yaml_value
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 from megalite.hf.families import FAMILIES
 from megalite.hf.families.family import Family
@@ -77,7 +77,7 @@ def export_model(
     except (ValueError, OverflowError) as error:
         raise UserError(Problem("max shard size", max_shard_size, str(error), "5GB or 500MB, for example")) from error
     ends = dict.fromkeys(("bos_token_id", "eos_token_id"), end_of_document)  # absent: the family's first model's
-    settings = settings_of(config) | ({"max_positions": context_length} if config.position == "rope" else {})
+    settings = leaves(asdict(config)) | ({"max_positions": context_length} if config.position == "rope" else {})
     described = family.describe(settings) | ends | {"dtype": str(dtype).removeprefix("torch.")}
     texts: dict[str, Any] = {"config.json": described, "generation_config.json": ends}
     if plan.is_sharded:
@@ -132,7 +132,7 @@ def family_of(config: ModelConfig) -> Family:
     needs = []
     for family in FAMILIES.values():
         if family.has_experts == (config.moe.num_experts > 0):
-            if not (others := family.other_settings(settings_of(config))):
+            if not (others := family.other_settings(leaves(asdict(config)))):
                 return family
             shown = ", ".join(f"model.{name}={yaml_value(value)}" for name, value in sorted(others.items()))
             needs.append(f"{family.model_type} has {shown}")

@@ -17,6 +17,7 @@ from torch import Tensor
 from megalite.config.compose import load_part, names_of
 from megalite.config.files import read_object, refusing
 from megalite.config.schema import Config
+from megalite.config.settings import value_of, with_values
 from megalite.data.batch import Batch, unscored
 from megalite.data.batches import read_batch, validation_batches
 from megalite.data.open import OpenedData, open_data
@@ -31,6 +32,7 @@ from megalite.train.evaluate import Sums
 
 NAME_DATA = "name the data to evaluate on: data=stdlib, or data=text data.path=FILE"
 Work = tuple[Config, OpenedData, SampleSource, str]  # a part of the opened data, which is said in words
+MASKS = ("data.mask_end_of_document", "data.cross_document_attention")
 NEW_TOKENS = 100  # where nobody says how many
 TOGETHER = 32  # samples of a prompt that grow at the same time
 
@@ -85,8 +87,7 @@ def _own_data(saved: SavedModel, asked: Config, named: Set[str]) -> Work:
     if state is None:
         raise UserError(Problem("data", None, "a model of transformers has no data of its own", NAME_DATA))
     count = (asked if "train.eval_batches" in named else config).train.eval_batches
-    train = replace(config.train, eval_interval=config.train.eval_interval or 1, eval_batches=count)
-    config = replace(config, train=train)
+    config = with_values(config, {"train.eval_interval": config.train.eval_interval or 1, "train.eval_batches": count})
     opened, known = open_data(config, prepare(config)), state.data
     if opened.fingerprint != known["fingerprint"]:
         rule = f"it is not the data of the run any more: {opened.description} now, {known['description']} then"
@@ -108,17 +109,14 @@ def _other_data(saved: SavedModel, asked: Config, named: Set[str]) -> Work:
     if asked.data.source != "tokens":
         saved.known_tokenizer()
     held_out = asked.data.validation_fraction if "data.validation_fraction" in named else 0.0
-    data = replace(asked.data, validation_fraction=held_out)
-    if saved.found is not None:
-        masks = {"mask_end_of_document", "cross_document_attention"} - {name.removeprefix("data.") for name in named}
-        data = replace(data, **{name: getattr(saved.config.data, name) for name in masks})
-    train = replace(asked.train, seq_length=1, eval_interval=int(held_out > 0))  # opens any text
-    tokenizer = "byte" if saved.tokenizer_folder is None else str(saved.tokenizer_folder.absolute())
-    config = replace(asked, data=data, model=saved.config.model, tokenizer=tokenizer, train=train)
+    values = {name: value_of(saved.config, name) for name in MASKS if saved.found and name not in named}
+    values |= {"data.validation_fraction": held_out, "train.eval_interval": int(held_out > 0)}
+    values |= {"tokenizer": str(saved.tokenizer_folder.absolute()) if saved.tokenizer_folder else "byte"}
+    config = with_values(replace(asked, model=saved.config.model), {**values, "train.seq_length": 1})  # opens any text
     opened = open_data(config, prepare(config))
     source = replace(opened.validation or opened.train, weights=(1,), seq_length=seq_length, seed=None)
     description = opened.description + (", the part held out" if opened.validation else "")
-    return replace(config, train=replace(train, seq_length=seq_length)), opened, source, description
+    return with_values(config, {"train.seq_length": seq_length}), opened, source, description
 
 
 def _windows(source: SampleSource, config: Config, rows: int, left: int) -> Iterator[Batch]:

@@ -8,9 +8,8 @@ dense file also makes a model with experts: the MLP is every expert, and there a
 
 import re
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial, reduce
-from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +30,6 @@ from megalite.config.model_folder import (
     imported_model,
     imported_model_settings,
     read_model_file,
-    settings_of,
 )
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, leaves, with_values, yaml_value
@@ -53,7 +51,7 @@ FLOATING = ("F64", "F32", "F16", "BF16")
 NOT_WEIGHTS = re.compile(r"attn\.(masked_)?bias$|rotary_emb\.inv_freq$")  # buffers that older versions saved
 MOST_NAMED = 20  # tensors that do not fit
 
-Stored = dict[str, tuple[Any, str]]  # by name in `sources`: the open file, and the tensor's name there
+Stored = dict[str, Any]  # by name in `sources`: the tensor in its open file, not read yet
 
 
 @dataclass(frozen=True)
@@ -186,18 +184,14 @@ def import_model(
     folder = Path(folder)
     family, settings = FAMILIES[read_model_file(folder)["model_type"]], imported_model_settings(folder)
     config = replace(config, vocab_size=config.vocab_size or settings["vocab_size"])
-    others = differences(settings, settings_of(config))
+    ours = leaves(asdict(config))
+    others = differences(settings, ours)
     if config.moe.num_experts and not family.has_experts:  # the MLP is every expert, and experts have no biases
         experts = {"moe.ffn_hidden_size": settings["ffn_hidden_size"], "moe.num_shared_experts": 0}
         experts |= {"moe.num_experts": 0} if settings["bias"] else {}
-        others |= {name: value for name, value in experts.items() if attrgetter(name)(config) != value}
-    rule = f"is another in the model of {folder}"
-    refuse(
-        [
-            Problem(f"model.{name}", attrgetter(name)(config), rule, f"model.{name}={yaml_value(value)}")
-            for name, value in others.items()
-        ]
-    )
+        others |= {name: value for name, value in experts.items() if ours[name] != value}
+    rule, fixes = f"is another in the model of {folder}", {name: yaml_value(value) for name, value in others.items()}
+    refuse([Problem(f"model.{name}", ours[name], rule, f"model.{name}={value}") for name, value in fixes.items()])
     stored, wanted = _stored_tensors(folder, family.prefix), sources(family, config)
     refuse([*_misfits(folder, stored, wanted, ignored={HEAD} if config.tie_embeddings else set())][:MOST_NAMED])
     if config.tie_embeddings and HEAD in stored:  # transformers uses it, whatever config.json says
@@ -264,7 +258,7 @@ def _stored_tensors(folder: Path, prefix: str) -> Stored:
             raise UserError(folder_problem(path, rule)) from error
         for name in file.keys():  # noqa: SIM118
             known = name == HEAD or name.startswith(prefix)
-            stored[name if known else prefix + name] = file, name
+            stored[name if known else prefix + name] = file.get_slice(name)
     return stored
 
 
@@ -272,7 +266,7 @@ def _misfits(folder: Path, stored: Stored, wanted: dict[str, Source], ignored: s
     """Every tensor that is missing, unexpected, or of another shape or kind."""
     shapes = {name: shape for source in wanted.values() for name, shape in source.shapes.items()}
     for name, shape in shapes.items():
-        header = stored[name][0].get_slice(stored[name][1]) if name in stored else None
+        header = stored.get(name)
         if header is None or tuple(header.get_shape()) != shape or header.get_dtype() not in FLOATING:
             yield folder_problem(folder, f"must have {name} of the shape {[*shape]}, in one of {', '.join(FLOATING)}")
     for name in stored.keys() - shapes.keys() - ignored:
@@ -281,8 +275,7 @@ def _misfits(folder: Path, stored: Stored, wanted: dict[str, Source], ignored: s
 
 
 def _tensor(folder: Path, stored: Stored, name: str) -> Tensor:
-    file, full_name = stored[name]
-    tensor: Tensor = file.get_tensor(full_name)
+    tensor: Tensor = stored[name][:]
     if not torch.isfinite(tensor).all():
-        raise UserError(folder_problem(folder, f"must hold finite numbers, unlike {full_name}"))
+        raise UserError(folder_problem(folder, f"must hold finite numbers, unlike {name}"))
     return tensor

@@ -26,10 +26,9 @@ def attention(
 ) -> Tensor:
     """`dropout`: the share of probabilities that are dropped, and which. `plain`: without a kernel of torch's."""
     form = mask.form
-    if isinstance(form, DocumentRows):
-        return attention_by_rows(queries, keys, values, form)
-    if form is None and dropout is None and queries.is_cpu and len(queries) <= MAX_ROWS:
-        return attention_by_rows(queries, keys, values, None)
+    by_rows = form is None and dropout is None and queries.is_cpu and len(queries) <= MAX_ROWS
+    if by_rows or isinstance(form, DocumentRows):
+        return _ByRows.apply(queries, keys, values, form)  # type: ignore[no-any-return]
     if dropout is not None or plain:
         return _plain_attention(queries, keys, values, form if isinstance(form, Tensor) else None, dropout)
     queries, keys, values = (part.flatten(2, 3).permute(1, 2, 0, 3) for part in (queries, keys, values))
@@ -64,19 +63,14 @@ def _plain_attention(
     return (probabilities.view(scores.shape) @ values).permute(3, 0, 1, 2, 4).flatten(2)
 
 
-def attention_by_rows(queries: Tensor, keys: Tensor, values: Tensor, documents: DocumentRows | None) -> Tensor:
+class _ByRows(torch.autograd.Function):
     """Causal attention on CPUs by blocks of query rows: each block sees the keys that its rows need and no others.
 
     torch's CPU flash kernel spends most of its bf16 time outside matrix products; batched products over one block of
     rows, with the probabilities kept for backward, take 0.4 to 0.55 of its time in bf16 and 0.85 to 0.95 in fp32 (256
     to 1024 tokens, heads of 64, one core with AVX-512). The probabilities grow with s^2 / 2. Work falls with the
-    documents.
+    documents. n = b * groups problems are independent, each with q = q_per_kv query heads on one key and value head.
     """
-    return _ByRows.apply(queries, keys, values, documents)  # type: ignore[no-any-return]
-
-
-class _ByRows(torch.autograd.Function):
-    """n = b * groups independent problems, each with q = q_per_kv query heads on one key and one value head."""
 
     @staticmethod
     def forward(ctx: Any, queries: Tensor, keys: Tensor, values: Tensor, documents: DocumentRows | None) -> Tensor:

@@ -28,7 +28,7 @@ def attend(
     if _is_for_cpu(queries, values):
         bias = None if mask is None else _bias(mask, queries.dtype)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(queries, keys, values, 0.0, causal, attn_mask=bias)
-        return out, lse if mask is None else lse.masked_fill(_sees_nothing(mask), float("-inf"))  # the kernel's is 0
+        return out, lse if mask is None else lse.masked_fill(~mask.any(-1), float("-inf"))  # the kernel's is 0
     if _is_for_flash(queries, values, mask):
         found = _aten._scaled_dot_product_flash_attention(queries, keys, values, 0.0, causal)
         return found[0], found[1]
@@ -131,8 +131,3 @@ def _scores(queries: Tensor, keys: Tensor, causal: bool, mask: Tensor | None) ->
 
 def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, float("-inf"))
-
-
-def _sees_nothing(mask: Tensor) -> Tensor:
-    """[b, 1, q]"""
-    return ~mask.any(-1)

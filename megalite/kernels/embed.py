@@ -1,10 +1,26 @@
-"""Parameters whose gradient goes into a main gradient outside of products: tables that are looked up, small vectors."""
+"""Main gradients, and the parameters that meet them outside of products: tables that are looked up, small vectors.
+
+Layers whose parameters have a main gradient (fp32, fp64 in fp64) add to it in backward, and autograd sees no gradient.
+"""
 
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+
+
+def set_main_grad(parameter: nn.Parameter, main_grad: Tensor, name: str) -> None:
+    """From now on layers add the gradient of the parameter of this name to the given tensor of its shape."""
+    if name.endswith("weight") and main_grad.dim() > 1:  # [outputs, inputs], as the product that is added
+        main_grad = main_grad.view(-1, main_grad.shape[-1])
+    setattr(parameter, "main_grad", main_grad)  # noqa: B010
+
+
+def main_grad_of(parameter: Tensor) -> Tensor | None:
+    """The main gradient of a parameter, of a weight [outputs, inputs]; None: its gradient is autograd's."""
+    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
+    return main_grad
 
 
 def embed(tokens: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor:
@@ -44,9 +60,9 @@ def add_rows(total: Tensor, rows: Tensor, values: Tensor) -> None:
         total.index_add_(0, rows, values)
 
 
-def with_main_grad(parameter: Tensor, main_grad: Tensor | None) -> Tensor:
-    """The parameter. Backward adds its gradient to `main_grad` (of its shape; fp32, fp64 in fp64), and autograd sees
-    none; without one it is autograd's."""
+def with_main_grad(parameter: Tensor) -> Tensor:
+    """The parameter, whose gradient backward adds to its main gradient, if it has one."""
+    main_grad = main_grad_of(parameter)
     return parameter if main_grad is None else _WithMainGrad.apply(parameter, main_grad)
 
 

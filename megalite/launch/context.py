@@ -1,7 +1,7 @@
 """Holds this rank's place in the world, its coordinates and its process groups, and lets all ranks fail together.
 
 There is no global. A layer, an optimizer or a checkpoint is given the group it works on, `context.group("tp")`, by the
-names of layout/groups.py. A group of one rank is None: nothing is sent. (torch takes None for the whole world, so ask
+names of layout/ranks.py. A group of one rank is None: nothing is sent. (torch takes None for the whole world, so ask
 before the call.) Problems, flags and JSON go over `control_group`, a gloo group of the whole world even on GPUs. Where
 no group is made yet, or one may hang, ranks leave words in the `store`, where they have met. Nothing is pickled.
 """
@@ -21,8 +21,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import Store
 
 from megalite.errors.problems import Problem, UserError
-from megalite.layout.groups import GroupNeeds, GroupSpec, groups_of
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import GroupNeeds, GroupSpec, ParallelLayout, groups_of
 
 T = TypeVar("T")
 CPU = torch.device("cpu")

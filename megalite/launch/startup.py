@@ -5,7 +5,7 @@ that all ranks raise alike. A store of torchrun's outlives the ranks, and torchr
 that is alike on all nodes. So a verdict counts only for the processes that it names: a rank that finds an old round
 joins the next one, too.
 
-All ranks name all groups of the world to torch in the same order (layout/groups.py), members or not: torch then counts
+All ranks name all groups of the world to torch in the same order (layout/ranks.py), members or not: torch then counts
 alike on every rank. NCCL's communicators are formed here (`device_id`), under the time-out of the start. Such a group
 sends and receives in the order of all else on it: that is why each direction of the pipeline has a group of its own.
 """
@@ -33,13 +33,13 @@ from megalite.errors.problems import Problem, UserError, refuse
 from megalite.launch.context import LONGEST_PAUSE_S, ParallelContext, answers, listed, pauses
 from megalite.launch.device import set_threads
 from megalite.launch.environment import ProcessEnvironment, allow_open_files, is_loopback, keep_freed_memory
-from megalite.layout.groups import GroupNeeds, GroupSpec, all_groups, groups_of
+from megalite.layout.ranks import GroupNeeds, GroupSpec, all_groups, groups_of
 
 CODE = Path(__file__).parents[1]  # all of megalite
 ROUND = "megalite/round"  # the token of the rank 0 that has opened the newest one
 AGENT_SERVES = "TORCHELASTIC_USE_AGENT_STORE"  # "True": the store is torchrun's, and outlives the ranks
 
-# By `GroupSpec.options`, attributes of torch's ProcessGroupNCCL.Options, or of its `config`.
+# By name of the group, attributes of torch's ProcessGroupNCCL.Options, or of its `config`.
 NcclOptions = Mapping[str, Mapping[str, Any]]
 
 
@@ -237,7 +237,7 @@ def make_groups(
     for spec in specs:
         on_gpu = device.type == "cuda" and spec.traffic != "saving"
         options: Any = None
-        chosen = nccl.get(spec.options, {}) if on_gpu else {}
+        chosen = nccl.get(spec.name, {}) if on_gpu else {}
         key = (spec.traffic, spec.ranks, tuple(sorted(chosen.items())))
         if key not in made:
             if chosen:

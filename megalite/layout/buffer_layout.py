@@ -11,24 +11,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 from math import prod
 from typing import Literal, NamedTuple
 
-from megalite.layout.parameters import ParameterRecord, Shard, ShardBox, shard
+from megalite.layout.parameters import ROWS, ParameterRecord, Precision, Shard, ShardBox, shard
 
 ALIGNMENT = 64  # elements: 256 bytes of fp32, so that parameters and slices start on full vectors and cache lines
 Kind = Literal["dense", "expert"]
 Ownership = Literal["even", "whole"]
-
-
-@dataclass(frozen=True)
-class BufferName:
-    """The properties that the parameters of a bucket share. `whole`: they are matrices with one owner each."""
-
-    precision: Literal["model", "master"]
-    kind: Kind
-    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,7 +51,9 @@ class BufferSlot:
 class Bucket:
     """`size` elements, whose optimizer state `shards` ranks share: rank i of them owns the i-th slice."""
 
-    buffer: BufferName
+    precision: Precision
+    kind: Kind
+    whole: bool  # its parameters are matrices with one owner each
     size: int
     shards: int
     slots: tuple[BufferSlot, ...]
@@ -68,6 +61,9 @@ class Bucket:
     @property
     def slice_size(self) -> int:
         return self.size // self.shards
+
+
+Content = tuple[int, list[BufferSlot]]  # of a bucket: its size, and what lies where
 
 
 @dataclass(frozen=True)
@@ -101,11 +97,12 @@ class BufferLayout:
         """The ranges of the rank at position `dense` of those that share dense state, `expert` of those of experts."""
         found = []
         for number, bucket in enumerate(self.buckets):
-            first = bucket.slice_size * (dense if bucket.buffer.kind == "dense" else expert)
+            first = bucket.slice_size * (dense if bucket.kind == "dense" else expert)
             for slot in bucket.slots:
-                for box in slot.shard.boxes:
-                    start = slot.start + box.flat_start(slot.shard.shape)
-                    both = range(max(first, start), min(first + bucket.slice_size, start + prod(box.sizes)))
+                # In memory the boxes follow one another.
+                ends = accumulate((prod(box.sizes) for box in slot.shard.boxes), initial=slot.start)
+                for box, (start, stop) in zip(slot.shard.boxes, pairwise(ends), strict=True):
+                    both = range(max(first, start), min(first + bucket.slice_size, stop))
                     if both:
                         parts = (range(both.start - at, both.stop - at) for at in (start, slot.start, first))
                         found.append(OwnedRange(slot, number, box, *parts))
@@ -136,28 +133,29 @@ def buffer_layout(
 ) -> BufferLayout:
     """The layout of one rank's parameters; `tp`, `etp` and `ep` are (size, index) of the rank on these axes. The
     default size of a bucket is Megatron-LM's, large enough that each rank's slice is worth a message."""
-    by_buffer, order = defaultdict[BufferName, list[BufferSlot]](list), dict[str, int]()
+    alike, order = defaultdict[tuple[Precision, Kind, bool], list[BufferSlot]](list), dict[str, int]()
     for number, record in enumerate(reversed(records)):  # in the order in which backward completes them
         kind: Kind = "expert" if record.of_experts else "dense"
-        name = BufferName(record.precision, kind, ownership == "whole" and record.stacked is not None)
-        by_buffer[name].append(BufferSlot(record, shard(record, *(etp if record.of_experts else tp), ep)))
+        slot = BufferSlot(record, shard(record, *(etp if record.of_experts else tp), ep))
+        alike[record.precision, kind, ownership == "whole" and record.stacked is not None].append(slot)
         order[record.name] = number
     buckets: list[Bucket] = []
-    for name, slots in by_buffer.items():
-        shards = dense_shards if name.kind == "dense" else expert_shards
+    for (precision, kind, whole), slots in alike.items():
+        shards = dense_shards if kind == "dense" else expert_shards
         target = max(40_000_000, 1_000_000 * shards) if bucket_size is None else bucket_size
-        buckets += (_cut_wholes if name.whole else _cut_evenly)(name, slots, target, shards)
+        for size, placed in (_cut_wholes if whole else _cut_evenly)(slots, target, shards):
+            buckets.append(Bucket(precision, kind, whole, size, shards, tuple(placed)))
     buckets.sort(key=lambda bucket: max(order[slot.record.name] for slot in bucket.slots))
     return BufferLayout(tuple(buckets))
 
 
-def _cut_evenly(name: BufferName, slots: Sequence[BufferSlot], target: int, shards: int) -> Iterator[Bucket]:
+def _cut_evenly(slots: Sequence[BufferSlot], target: int, shards: int) -> Iterator[Content]:
     """One parameter after the other. A bucket ends before a block that would take it over `target` elements, so that a
     block's parameters arrive together, and inside a larger block after a parameter that reaches them, unless less than
     that is left. Tables of the vocabulary have buckets of their own: a tied table is cut alike by both ends of a
     pipeline, and an uneven one leaves all else alike on the ranks of tp, which add up slices of what they replicate."""
     contents: list[list[BufferSlot]] = [[]]
-    for (table, _), members in groupby(slots, key=lambda slot: (_is_table(slot.record), slot.record.place)):
+    for (table, _), members in groupby(slots, key=lambda slot: (slot.record.split == ROWS, slot.record.place)):
         block = list(members)
         if table or _size(contents[-1]) + _size(block) > target:
             contents.append([])
@@ -167,32 +165,27 @@ def _cut_evenly(name: BufferName, slots: Sequence[BufferSlot], target: int, shar
                 contents.append([])
     for content in filter(None, contents):
         starts = accumulate((slot.padded for slot in content[:-1]), initial=0)
-        placed = tuple(replace(slot, start=start) for slot, start in zip(content, starts, strict=True))
-        yield Bucket(name, _padded(_size(content), ALIGNMENT * shards), shards, placed)
+        placed = [replace(slot, start=start) for slot, start in zip(content, starts, strict=True)]
+        yield _padded(_size(content), ALIGNMENT * shards), placed
 
 
-def _is_table(record: ParameterRecord) -> bool:
-    """Whether it is a table of the vocabulary."""
-    return record.place == ("embedding", "loss") or (record.split is not None and record.split.uneven)
-
-
-def _cut_wholes(name: BufferName, slots: Sequence[BufferSlot], target: int, shards: int) -> list[Bucket]:
+def _cut_wholes(slots: Sequence[BufferSlot], target: int, shards: int) -> list[Content]:
     """Buckets of about `target` elements, to which blocks are dealt evenly, and fewer where that leaves more than a
     fifth of a bucket as padding."""
     blocks = [list(members) for _, members in groupby(slots, key=lambda slot: slot.record.place)]
-    total, buckets = _size(slots), list[Bucket]()
+    total, buckets = _size(slots), list[Content]()
     for number in range(min(len(blocks), -(-total // target)), 0, -1):
         contents, before = defaultdict[int, list[BufferSlot]](list), 0
         for block in blocks:
             contents[(2 * before + _size(block)) * number // (2 * total)] += block  # by the block's middle
             before += _size(block)
-        buckets = [_pack(name, content, shards) for content in contents.values()]
-        if all(4 * bucket.size <= 5 * _size(bucket.slots) for bucket in buckets):
+        buckets = [_pack(content, shards) for content in contents.values()]
+        if all(4 * size <= 5 * _size(placed) for size, placed in buckets):
             break
     return buckets
 
 
-def _pack(name: BufferName, content: Sequence[BufferSlot], shards: int) -> Bucket:
+def _pack(content: Sequence[BufferSlot], shards: int) -> Content:
     """The bucket with the smallest slices that cut no unit: one slot after the other, those of large units first."""
     slots = sorted(content, key=lambda slot: (slot.unit, slot.padded), reverse=True)
     least = max(-(-_size(slots) // shards), slots[0].unit)
@@ -201,7 +194,7 @@ def _pack(name: BufferName, content: Sequence[BufferSlot], shards: int) -> Bucke
     sizes.add(_padded(least * shards, ALIGNMENT))  # a slice that holds everything
     tried = ((size, _first_fit(slots, size, size * shards)) for size in sorted(sizes))
     size, placed = next((size, placed) for size, placed in tried if placed)
-    return Bucket(name, size * shards, shards, tuple(sorted(placed, key=lambda slot: slot.start)))
+    return size * shards, sorted(placed, key=lambda slot: slot.start)
 
 
 def _first_fit(slots: Iterable[BufferSlot], slice_size: int, end: int) -> list[BufferSlot]:

@@ -14,6 +14,7 @@ from typing import Literal
 from megalite.layout.stages import StageLayers
 
 End = Literal["embedding", "loss"]  # the stage that embeds tokens; the one with final norm, head and loss
+Precision = Literal["model", "master"]
 Group = Literal["tp", "word-embedding"]  # the last: the stages of one pipeline that hold a tied word embedding
 
 
@@ -31,6 +32,9 @@ class Split:
     replicated: int = 0
 
 
+ROWS = Split(0, uneven=True)  # of a table of the vocabulary
+
+
 @dataclass(frozen=True)
 class ParameterRecord:
     """One logical parameter, or with `of_experts` the matrices of all experts of a layer: [experts, ...]."""
@@ -44,7 +48,7 @@ class ParameterRecord:
     split: Split | None = None  # over tp, of experts over etp; without it each rank there holds the whole
     partial_over: tuple[Group, ...] = ()  # the groups whose ranks each have a share of the gradient, to be summed
     of_experts: bool = False  # dim 0 is divided over ep
-    precision: Literal["model", "master"] = "model"  # master: the model computes with it in that of the masters
+    precision: Precision = "model"  # master: the model computes with it in that of the masters
     stacked: int | None = None  # how many first dims count matrices; None: to an optimizer it is no matrix (a table)
 
     @property
@@ -71,10 +75,6 @@ class ShardBox:
     def local(self) -> tuple[slice, ...]:
         """The box as an index into the rank's own tensor."""
         return tuple(slice(at, at + size) for at, size in zip(self.local_offsets, self.sizes, strict=True))
-
-    def flat_start(self, shape: tuple[int, ...]) -> int:
-        """The first flat index in the rank's own tensor, of `shape`: boxes of a shard follow one another there."""
-        return sum(at * prod(shape[dim + 1 :]) for dim, at in enumerate(self.local_offsets))
 
 
 @dataclass(frozen=True)

@@ -74,16 +74,6 @@ class Tile:
         return rows * (rows + 1) // 2 if self.causal else rows * columns
 
 
-def causal_tile(ring: int, own: int, source: int, rows: int, cut: Cut) -> Tile:
-    """What the queries of block `own` see of the keys of block `source` in a causal sequence; each has so many rows."""
-    half, everything = rows // 2, (0, rows)
-    if source == own or (cut == "stripes" and source < own):
-        return Tile(everything, everything, causal=True)
-    if cut == "stripes":  # of equal number, the key lies one place or more behind the query
-        return Tile((1, rows), (0, rows - 1), causal=True)
-    return Tile(everything, (0, half)) if source < own else Tile((half, rows), everything)
-
-
 @dataclass(frozen=True)
 class AttentionPlan:
     """What one block computes of attention: `tiles` and the rows of keys that they need (`fetched`), of each block."""
@@ -99,13 +89,17 @@ class AttentionPlan:
         return sum(tile.scores for tiles in self.tiles for tile in tiles)
 
 
-def causal_plan(share: CpShard, length: int, cut: Cut = "zigzag") -> AttentionPlan:
-    """The plan of sequences that are one document each. All keys travel, so that every rank sends as much as it
-    receives."""
+def causal_plan(share: CpShard, length: int) -> AttentionPlan:
+    """The plan of sequences that are one document each, cut zigzag. All keys travel, so that every rank sends as much
+    as it receives: of a block before the own one half is seen, and a block behind is seen by half of the queries."""
     rows = length // share.ring
-    tiles = [(causal_tile(share.ring, share.block, source, rows, cut),) for source in range(share.ring)]
-    everything = ((0, rows),) * share.ring
-    return AttentionPlan(cut, tuple(tiles), everything, everything)
+    half, everything = rows // 2, (0, rows)
+    tiles = (
+        *[(Tile(everything, (0, half)),)] * share.block,
+        (Tile(everything, everything, causal=True),),
+        *[(Tile((half, rows), everything),)] * (share.ring - share.block - 1),
+    )
+    return AttentionPlan("zigzag", tiles, (everything,) * share.ring, (everything,) * share.ring)
 
 
 def starts_of(documents: npt.NDArray[np.int32]) -> IntArray:
@@ -124,23 +118,17 @@ def document_plan(share: CpShard, starts: IntArray) -> AttentionPlan:
 
 def _document_plans(ring: int, starts: IntArray, cut: Cut) -> list[AttentionPlan]:
     """The plans of all blocks."""
-    length = starts.shape[1]
-    blocks = [_joined(block_places(length, ring, block, cut)) for block in range(ring)]
-
-    def tiles(own: int, source: int) -> tuple[Tile, ...]:
-        rows = causal_tile(ring, own, source, length // ring, cut).queries
-        return tuple(_tiles(starts, blocks[own], blocks[source], rows))
-
-    table = [tuple(tiles(own, source) for source in range(ring)) for own in range(ring)]
+    blocks = [_joined(block_places(starts.shape[1], ring, block, cut)) for block in range(ring)]
+    table = [tuple(tuple(_tiles(starts, own, source)) for source in blocks) for own in blocks]
     needs = [tuple(map(_rows, of_block)) for of_block in table]
     sent = zip(*needs, strict=True)
     return [AttentionPlan(cut, *each, partial=True) for each in zip(table, needs, sent, strict=True)]
 
 
-def _tiles(starts: IntArray, queries: IntArray, keys: IntArray, rows: Rows) -> Iterator[Tile]:
-    """For `rows` of the queries at these places: keys that some see, apart from those that all see."""
-    half, (first, last) = len(queries) // 2, rows
-    edges = sorted({*range(first, half, QUERIES), *range(max(first, half), last, QUERIES), last})
+def _tiles(starts: IntArray, queries: IntArray, keys: IntArray) -> Iterator[Tile]:
+    """For the queries at these places: keys that some see, apart from those that all see."""
+    half, last = len(queries) // 2, len(queries)
+    edges = [*range(0, half, QUERIES), *range(half, last, QUERIES), last]
     for start, stop in pairwise(edges):  # none over the gap between two pieces
         places = queries[start:stop]
         begins = starts[:, places]

@@ -49,12 +49,16 @@ class Block(nn.Module):
         self.moe: MoELayer | None = None
         self.shared: MLP | None = None
         if experts is None:
-            self.mlp = MLP(config, place, recompute=self.recompute)
+            self.mlp = MLP(config, place, self.recompute)
             return
-        self.moe = _moe_layer(config, place, experts, recompute="moe" in recompute)
+        inner, activation = inner_projection(config, config.moe.ffn_hidden_size), ACTIVATIONS[config.activation]
+        again = "moe" in recompute
+        local = Experts(config.moe, config.hidden_size, inner, activation, experts, place, recompute=again)
+        router = Router(config.moe, config.hidden_size, statistics_dtype(place.dtype), place.device)
+        self.moe = MoELayer(router, local, experts)
         if width := shared_width(config):  # all shared experts are one MLP beside the others
             place = replace(place, fp8=None)  # fp8 pays in compiled code alone
-            self.shared = MLP(config, place, ffn=width, recompute=self.recompute)
+            self.shared = MLP(config, place, self.recompute, ffn=width)
 
     def forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
         """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]"""
@@ -118,13 +122,10 @@ class MLP(nn.Module):
     """down(activation(up x)); gated, gate and up are one product. Tensor-parallel ranks divide the inner width, so that
     the non-linearity needs no communication (arXiv 1909.08053)."""
 
-    def __init__(
-        self, config: ModelConfig, place: TpContext, *, ffn: int | None = None, recompute: Recompute | None = None
-    ) -> None:
+    def __init__(self, config: ModelConfig, place: TpContext, recompute: Recompute, *, ffn: int | None = None) -> None:
         """`ffn`: the inner width, by default the model's."""
         super().__init__()
-        activation = ACTIVATIONS[config.activation]
-        self.activation = activation if recompute is None else recompute.wrap("activation", activation)
+        self.activation = recompute.wrap("activation", ACTIVATIONS[config.activation])
         self.inner, outputs = inner_projection(config, ffn)  # its name: `up` or `gate_up`
         columns = Split(len(outputs) - 1)
         inner = ColumnParallelLinear(
@@ -137,10 +138,3 @@ class MLP(nn.Module):
         """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]"""
         out: Tensor = self.down(self.activation(getattr(self, self.inner)(x)))
         return out
-
-
-def _moe_layer(config: ModelConfig, place: TpContext, ranks: ExpertRanks, *, recompute: bool) -> MoELayer:
-    inner, activation = inner_projection(config, config.moe.ffn_hidden_size), ACTIVATIONS[config.activation]
-    experts = Experts(config.moe, config.hidden_size, inner, activation, ranks, place, recompute=recompute)
-    router = Router(config.moe, config.hidden_size, statistics_dtype(place.dtype), place.device)
-    return MoELayer(router, experts, ranks)

@@ -9,14 +9,6 @@ from megalite.model.parameters import padded_vocabulary
 from megalite.tensor_parallel.layers import TpContext, VocabParallelEmbedding
 
 
-class Table(nn.Module):
-    """weight [rows, h]."""
-
-    def __init__(self, rows: int, width: int, place: TpContext) -> None:
-        super().__init__()
-        self.weight = place.parameter(rows, width)
-
-
 class Embedding(nn.Module):
     """Word, plus position where positions are learned. A stage that only ends the model holds it for its tied head."""
 
@@ -25,7 +17,7 @@ class Embedding(nn.Module):
         self.word = VocabParallelEmbedding(padded_vocabulary(config), config.hidden_size, place)
         self.sequence = place.sequence
         if positions:
-            self.position = Table(config.max_positions, config.hidden_size, place)
+            self.position = nn.ParameterDict({"weight": place.parameter(config.max_positions, config.hidden_size)})
 
     def forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """tokens [b, s], positions [b or 1, s] -> [s, b, h], with sequence parallelism this rank's part [s/t, b, h]"""
@@ -35,6 +27,6 @@ class Embedding(nn.Module):
             shared, mine = len(positions) < len(tokens), positions.t()
             if self.sequence is not None:  # after the sum over ranks, so that positions are added once
                 mine = mine.tensor_split(self.sequence.size)[self.sequence.index]
-            weight = self.position.weight  # shared rows are added once: any order will do
+            weight = self.position["weight"]  # shared rows are added once: any order will do
             embedded = embedded + (F.embedding(mine, weight) if shared else embed(mine, weight, None))
         return embedded

@@ -22,6 +22,7 @@ from megalite.context_parallel.attention import whole_sequence
 from megalite.context_parallel.exchange import CpGroups
 from megalite.data.batch import Batch
 from megalite.kernels.dropout import DropoutKey, DropoutStreams, Stream, hash_dropout
+from megalite.kernels.embed import main_grad_of
 from megalite.kernels.products import statistics_dtype
 from megalite.layout.stages import StageLayers
 from megalite.model.attention import BlockInputs, attention_mask
@@ -61,8 +62,8 @@ class GPT(nn.Module):
     `stage` says which layers are here, maybe none, whether tokens enter here, and whether final norm, head (if tied, a
     copy of the word embedding) and loss are here. With `tp` it holds this rank's shard of every layer, and of experts
     those that are its own among `expert_ranks`; with `context` it computes this rank's part of each sequence.
-    `router_metrics` [layers here with experts, 2 E + 5] (balance.py) are summed up over the microbatches of training
-    until someone sets them to 0.
+    `router_metrics` [layers of the model with experts, 2 E + 5] (balance.py), 0 of those elsewhere, are summed up over
+    the microbatches of training until someone sets them to 0.
     """
 
     embedding: Embedding
@@ -86,9 +87,9 @@ class GPT(nn.Module):
         self.vocab_size, self.compiled, self.kernels = model.vocab_size, train.compile, train.attention
         self.label_smoothing, self.z_loss = train.label_smoothing, train.z_loss
         self.deferred = DeferredWork()  # weight gradients of linear layers, of a backward that it collects
-        sequence_parallel = bool(config.parallel.sequence_parallel) and tp is not None
+        sequence = tp if config.parallel.sequence_parallel else None
         # A compiled backward cannot defer work.
-        self.place = TpContext(dtype, device, tp, sequence_parallel, None if train.compile else self.deferred)
+        self.place = TpContext(dtype, device, tp, sequence, None if train.compile else self.deferred)
         self.sharing = self.place.sequence if context is None else context.sharing  # ranks with parts of one sequence
         self.recomputed = range(0)  # layers whose blocks backward computes again
         if train.recompute == "full":
@@ -101,7 +102,9 @@ class GPT(nn.Module):
             self.embedding = Embedding(model, self.place, positions=positions)
         self.blocks = nn.ModuleDict({str(layer): self._block(layer, train, expert_ranks) for layer in layers})
         width = 2 * model.moe.num_experts + AFTER_COUNTS
-        self.router_metrics = torch.zeros(len(self.routers), width, dtype=torch.float64, device=device)
+        self.router_metrics = torch.zeros(len(model.expert_layers), width, dtype=torch.float64, device=device)
+        first = sum(layer < layers.start for layer in model.expert_layers)
+        self._own_metrics = self.router_metrics[first:][: len(self.routers)]
         if self.has_loss:
             self.final_norm = build_norm(model, self.place)
             if not model.tie_embeddings:
@@ -132,22 +135,6 @@ class GPT(nn.Module):
         """The routers of the layers with experts, by layer."""
         pairs = zip(self.blocks, self._blocks(), strict=True)
         return {int(name): block.moe.router for name, block in pairs if block.moe is not None}
-
-    @property
-    def main_grad_parameters(self) -> list[str]:
-        """Parameters whose gradient backward can add straight into a buffer: those of layers with `main_grads`. A
-        compiler adds small ones in the pass that sums them up."""
-        layers = [(name, layer) for name, layer in self.named_modules() if hasattr(layer, "main_grads")]
-        return [f"{name}.{own}" for name, layer in layers for own, _ in layer.named_parameters(recurse=False)]
-
-    def set_main_grads(self, main_grads: Mapping[str, Tensor]) -> None:
-        """From now on add gradients of these parameters to the given fp32 (fp64) tensors of their shape."""
-        for name, main_grad in main_grads.items():
-            path, _, own = name.rpartition(".")
-            layer: Any = self.get_submodule(path)
-            if own == "weight" and main_grad.dim() > 1:  # [outputs, inputs], as the product that is added
-                main_grad = main_grad.view(-1, main_grad.shape[-1])
-            layer.main_grads[own] = main_grad
 
     def activation_shape(self, batch: Batch) -> tuple[int, int, int]:
         """The shape that stages send each other for a microbatch: [s, b, h], with sequence parallelism [s/t, b, h]."""
@@ -190,8 +177,8 @@ class GPT(nn.Module):
             scale,
             TokenLoss(padded_vocabulary(self.config), self.place.tp, self.vocab_size, *extras),
             chunk_tokens=self.config.loss_chunk_tokens,
-            main_grad=head.main_grads.get("weight"),
-            sequence_parallel=self.place.sequence_parallel,
+            main_grad=main_grad_of(head.weight),
+            sequence_parallel=self.place.sequence is not None,
             compile=self.compiled,
         )
 
@@ -263,7 +250,7 @@ class GPT(nn.Module):
             else:
                 x = block(x, inputs)
         if shared.routing and self.training and torch.is_grad_enabled():
-            self.router_metrics += torch.stack(shared.routing)
+            self._own_metrics += torch.stack(shared.routing)
         return x
 
     def _head(self) -> VocabParallelEmbedding:
@@ -278,8 +265,6 @@ class Routers:
     def __init__(self, chunks: Sequence[GPT]) -> None:
         self._chunks = chunks
         self._layers = chunks[0].config.expert_layers  # of the whole model
-        self._width = chunks[0].config.moe.num_experts * 2 + AFTER_COUNTS
-        self._device = chunks[0].device
 
     def start_step(self) -> None:
         """Forget the counts of the step before."""
@@ -289,11 +274,7 @@ class Routers:
     def figures(self) -> Tensor:
         """What this rank counted in the step, [layers of the model with experts, 2 E + 5] fp64 (balance.py): 0 where a
         layer is elsewhere, so that the sum over all ranks is the whole model's."""
-        table = torch.zeros(len(self._layers), self._width, dtype=torch.float64, device=self._device)
-        for chunk in self._chunks:
-            for layer, row in zip(chunk.routers, chunk.router_metrics, strict=True):
-                table[self._layers.index(layer)] = row
-        return table
+        return torch.stack([chunk.router_metrics for chunk in self._chunks]).sum(0)
 
     def update(self, table: Tensor, skip: Tensor) -> None:
         """After a step, with the sum over all ranks; nothing changes where `skip` (0-d) is 1."""

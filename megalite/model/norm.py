@@ -20,11 +20,10 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = place.parameter(size)
         self.eps = eps
-        self.main_grads: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]"""
-        weight = with_main_grad(self.weight, self.main_grads.get("weight"))
+        weight = with_main_grad(self.weight)
         if x.is_cuda or torch.compiler.is_compiling():
             return F.rms_norm(x, weight.shape, weight, self.eps)
         return _CpuRMSNorm.apply(x, weight, self.eps)  # type: ignore[no-any-return]
@@ -65,12 +64,11 @@ class LayerNorm(nn.Module):
         self.weight = place.parameter(size)
         self.bias = place.parameter(size) if bias else None
         self.eps = eps
-        self.main_grads: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., size] -> [..., size]"""
-        weight = with_main_grad(self.weight, self.main_grads.get("weight"))
-        bias = None if self.bias is None else with_main_grad(self.bias, self.main_grads.get("bias"))
+        weight = with_main_grad(self.weight)
+        bias = None if self.bias is None else with_main_grad(self.bias)
         return F.layer_norm(x, weight.shape, weight, bias, self.eps)
 
 

@@ -13,11 +13,10 @@ from dataclasses import replace
 from math import sqrt
 
 from megalite.config.schema import ModelConfig
-from megalite.layout.parameters import Group, ParameterRecord, Split
+from megalite.layout.parameters import ROWS, Group, ParameterRecord, Split
 
 Groups = tuple[Group, ...]
 
-ROWS = Split(0, uneven=True)  # of the vocabulary
 GROUPS = Split(0, replicated=2)  # of the fused attention projection: each has its queries, its key and its value
 
 
@@ -94,19 +93,12 @@ def _block(layer: int, config: ModelConfig, on_sequence: Groups) -> Iterator[Par
     # Each rank of tp routes its own part of the sequence.
     router = _weight(f"{name}.moe.router.weight", (config.moe.num_experts, config.hidden_size), config.init_std)
     yield replace(router, precision="master", partial_over=("tp",), stacked=0)
-    yield from _experts(f"{name}.moe.experts", config, residual_std)
+    for record in mlp("moe.experts", config.moe.ffn_hidden_size):  # of each matrix, that of all experts of the layer
+        if record.split is not None and record.stacked is not None:  # they have no biases
+            shape, split = (config.moe.num_experts, *record.shape), Split(record.split.dim + 1)
+            yield replace(record, shape=shape, split=split, stacked=record.stacked + 1, of_experts=True)
     if width := shared_width(config):
         yield from mlp("shared", width)
-
-
-def _experts(name: str, config: ModelConfig, residual_std: float) -> Iterator[ParameterRecord]:
-    """One record for each matrix, of all experts of a layer; they have no biases."""
-    experts, hidden = config.moe.num_experts, config.hidden_size
-    inner, outputs = inner_projection(config, config.moe.ffn_hidden_size)
-    first = _weight(f"{name}.{inner}.weight", (experts, *outputs, hidden), config.init_std, Split(len(outputs)))
-    yield replace(first, of_experts=True, stacked=len(outputs))
-    last = _weight(f"{name}.down.weight", (experts, hidden, outputs[-1]), residual_std, Split(2))
-    yield replace(last, of_experts=True, stacked=1)
 
 
 def _norm(name: str, config: ModelConfig, on_sequence: Groups) -> Iterator[ParameterRecord]:

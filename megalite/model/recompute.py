@@ -10,7 +10,7 @@ Whole blocks are recomputed by torch's own checkpoint, around the block.
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 Function = Callable[..., Tensor]
+Slot = Callable[[], Tensor]  # in place of a tensor that the graph saved
 
 
 class Recompute:
@@ -67,21 +68,13 @@ class Recompute:
             yield
         self._outputs.clear()
 
-    def _pack(self, saved: Tensor) -> "Tensor | _Slot":
+    def _pack(self, saved: Tensor) -> Tensor | Slot:
         found = self._outputs.get(saved.untyped_storage().data_ptr())
         output = found and found[0]()
         if found is None or output is None or output.dtype != saved.dtype:
             return saved
         offset = int(saved.storage_offset()) - int(output.storage_offset())
         return found[1].slot((saved.size(), saved.stride(), offset))
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """In place of a tensor that the graph saved."""
-
-    work: "_Work"
-    number: int
 
 
 View = tuple[torch.Size, tuple[int, ...], int]  # of a function's output: size, strides and offset
@@ -100,12 +93,12 @@ class _Work:
         with saved_tensors_hooks(lambda _: self.slot(), _unpack):
             return self._function(*inputs)
 
-    def slot(self, view: View | None = None) -> _Slot:
+    def slot(self, view: View | None = None) -> Slot:
         """A new one, of a tensor that the function saves or of a view of its output."""
         self._slots.append(view)
-        return _Slot(self, len(self._slots) - 1)
+        return partial(self._take, len(self._slots) - 1)
 
-    def take(self, number: int) -> Tensor:
+    def _take(self, number: int) -> Tensor:
         """The tensor of a slot, once for each time that backward asks."""
         if number not in self._rebuilt:
             self._run_again()
@@ -129,5 +122,5 @@ class _Work:
                 self._rebuilt[number] = output.as_strided(size, strides, start + offset)
 
 
-def _unpack(packed: Tensor | _Slot) -> Tensor:
-    return packed if isinstance(packed, Tensor) else packed.work.take(packed.number)
+def _unpack(packed: Tensor | Slot) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed()

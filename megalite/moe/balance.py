@@ -62,17 +62,6 @@ class TokenMasks:
         routed = None if scale is None else real.expand_as(scored).flatten()
         return cls(routed, scored.flatten(), batch.counted, real.sum() * batch.length, scale, sequence, order)
 
-    def in_order(self, gathered: Tensor) -> Tensor:
-        """What is gathered of all tokens [s * b, ...], in the order of their places."""
-        return gathered if self.order is None else _rows(gathered, self.order)
-
-    def own_part(self, in_order: Tensor) -> Tensor:
-        """This rank's [t, ...] of what is said of all tokens in the order of their places [s * b, ...]."""
-        assert self.sequence is not None
-        if self.order is not None:
-            in_order = _rows(in_order, self.order.argsort())
-        return in_order.chunk(self.sequence.size)[self.sequence.index]
-
 
 def _rows(x: Tensor, order: Tensor) -> Tensor:
     """x [s * b, ...] with the tokens of its places in another order [s]."""
@@ -172,8 +161,9 @@ def _shares(counts: Tensor, moe: MoEConfig, masks: TokenMasks) -> Tensor:
     return counts / (moe.top_k * lengths.clamp(min=1).unsqueeze(1))
 
 
-class _AddToLoss(torch.autograd.Function):
-    """Megatron-core's way for a loss from the middle of a model: it enters where backward passes the tensor."""
+class AddToLoss(torch.autograd.Function):
+    """x; whatever loss is made of it, `loss` (0-d) is added to that: it enters where backward passes x, which is
+    Megatron-core's way for a loss from the middle of a model."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -183,11 +173,6 @@ class _AddToLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         return grads[0], ctx.saved_tensors[0]
-
-
-def add_to_loss(x: Tensor, loss: Tensor) -> Tensor:
-    """x; whatever loss is made of it, `loss` (0-d) is added to that."""
-    return _AddToLoss.apply(x, loss)  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
@@ -200,7 +185,9 @@ def drop_over_capacity(choice: Choice, num_experts: int, factor: float, masks: T
     experts, weights = choice
     k = experts.shape[1]
     if masks.sequence is not None:
-        experts, weights = (masks.in_order(finish(start_all_gather(part, masks.sequence))) for part in choice)
+        experts, weights = (finish(start_all_gather(part, masks.sequence)) for part in choice)
+    if masks.order is not None:
+        experts, weights = _rows(experts, masks.order), _rows(weights, masks.order)
     # In fp64: 1.2 * 10 / 2 is 6, and must not become 7.
     even = masks.all_routed.double() * k / num_experts
     capacity = (even * factor - 1e-9).ceil()
@@ -211,8 +198,10 @@ def drop_over_capacity(choice: Choice, num_experts: int, factor: float, masks: T
     counts = count_choices(flat, num_experts + 1)  # the last: those of nobody
     place = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[flat[order]]
     kept = torch.empty_like(flat, dtype=torch.bool).scatter_(0, order, place < capacity).view_as(experts)
+    if masks.order is not None:
+        kept = _rows(kept, masks.order.argsort())
     if masks.sequence is not None:
-        kept = masks.own_part(kept)
+        kept = kept.chunk(masks.sequence.size)[masks.sequence.index]
     return Choice(choice.experts.masked_fill(~kept, num_experts), choice.weights)
 
 

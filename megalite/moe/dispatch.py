@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from megalite.kernels.grouped import RowGroups
 from megalite.launch.context import ParallelContext
 from megalite.moe.router import Choice, count_choices
-from megalite.moe.rows import Rows
+from megalite.moe.rows import Rows, inverse
 from megalite.tensor_parallel.collectives import TensorGroup, finish, start_all_gather, start_all_to_all
 from megalite.tensor_parallel.mappings import gather_for_terms, reduce_scatter_to_sequence_parallel
 
@@ -60,9 +60,8 @@ def dispatch(
     With `beside`, plus what that returns ([t, h]): it is called while tokens are on their way, where that can be.
     """
     if ranks.group is not None and how == "alltoall":
-        return _exchanged(x, choice, experts, compute, ranks, ranks.group, beside)
-    alone = ranks.group is None
-    y = _on_one_rank(x, choice, experts, compute) if alone else _gathered(x, choice, experts, compute, ranks)
+        return _exchanged(x, choice, experts, compute, ranks, beside)
+    y = _gathered(x, choice, experts, compute, ranks)
     return y if beside is None else y + beside()
 
 
@@ -73,43 +72,35 @@ def _by_expert(choice: Choice, experts: int) -> tuple[Tensor, Tensor]:
     return flat.argsort(stable=True), count_choices(flat, experts)
 
 
-def _on_one_rank(x: Tensor, choice: Choice, experts: int, compute: Compute) -> Tensor:
-    """Rows of no expert stay at the end, zeros or left out of sums: nobody needs to know how many they are."""
-    order, counts = _by_expert(choice, experts)
-    groups = RowGroups.of(counts)
-    used = groups.ends[-1:] if groups.on_host is None else None
-    rows = Rows.of_choices(order, *choice.experts.shape, complete=True, used=used)
-    return rows.sum(compute(rows.take(x), choice.weights.flatten()[order], groups))
-
-
 def _gathered(x: Tensor, choice: Choice, experts: int, compute: Compute, ranks: ExpertRanks) -> Tensor:
+    """A rank alone gathers nothing, and its rows of no expert stay at the end, zeros or left out of sums: nobody needs
+    to know how many they are."""
     local, group = experts // ranks.ep, ranks.group
-    assert group is not None
-    with ranks.waiting():
-        all_x, weights = gather_for_terms(x, group), gather_for_terms(choice.weights, group)
-        chosen = finish(start_all_gather(choice.experts, group)) - ranks.ep_index * local
-    chosen = chosen.masked_fill((chosen < 0) | (chosen >= local), local)
-    order, counts = _by_expert(Choice(chosen, weights), local)
-    numbers = counts.tolist()  # waits for the device: else there would be ep times as many rows
-    order = order[: sum(numbers)]
-    rows = Rows.of_choices(order, *chosen.shape, complete=False)
-    taken = rows.take(all_x)
-    del all_x  # makes room for what experts compute
-    terms = rows.sum(compute(taken, weights.flatten()[order], RowGroups(counts, numbers)))
+    if group is not None:
+        with ranks.waiting():
+            x, weights = gather_for_terms(x, group), gather_for_terms(choice.weights, group)
+            chosen = finish(start_all_gather(choice.experts, group)) - ranks.ep_index * local
+        choice = Choice(chosen.masked_fill((chosen < 0) | (chosen >= local), local), weights)
+    order, counts = _by_expert(choice, local)
+    if group is None:
+        groups = RowGroups.of(counts)
+    else:
+        numbers = counts.tolist()  # waits for the device: else there would be ep times as many rows
+        groups, order = RowGroups(counts, numbers), order[: sum(numbers)]
+    used = groups.ends[-1:] if groups.on_host is None else None
+    rows = Rows.of_choices(order, *choice.experts.shape, complete=group is None, used=used)
+    taken = rows.take(x)
+    del x  # makes room for what experts compute
+    terms = rows.sum(compute(taken, choice.weights.flatten()[order], groups))
+    if group is None:
+        return terms
     with ranks.waiting():
         return reduce_scatter_to_sequence_parallel(terms, group)
 
 
-def _exchanged(
-    x: Tensor,
-    choice: Choice,
-    experts: int,
-    compute: Compute,
-    ranks: ExpertRanks,
-    group: TensorGroup,
-    beside: Beside,
-) -> Tensor:
-    local, members = experts // ranks.ep, len(ranks.ep_of)
+def _exchanged(x: Tensor, choice: Choice, experts: int, compute: Compute, ranks: ExpertRanks, beside: Beside) -> Tensor:
+    local, members, group = experts // ranks.ep, len(ranks.ep_of), ranks.group
+    assert group is not None
     order, counts = _by_expert(choice, experts)
     of_part = counts.view(ranks.ep, local).sum(1)
     with ranks.waiting():
@@ -133,7 +124,7 @@ def _exchanged(
     of_expert = of_expert.repeat_interleave(from_members.flatten(), output_size=sum(receives))
     together = of_expert.argsort(stable=True)
     groups = RowGroups(from_members.sum(0), [sum(arriving[expert::local]) for expert in range(local)])
-    own = Rows.reordered(together)
+    own = Rows(together, inverse(together), None)
     taken = own.take(arrived)
     del arrived, on_their_way  # makes room for what experts compute
     back = _Exchange(receives, sends, group, ranks.waiting)

@@ -13,29 +13,18 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megalite.config.schema import MoEConfig
+from megalite.kernels.embed import main_grad_of
 from megalite.kernels.grouped import RowGroups, add_grouped_transposed_products, grouped_product
 from megalite.moe.dispatch import ExpertRanks
-from megalite.tensor_parallel.deferred import DeferredWork
 from megalite.tensor_parallel.layers import TpContext
 
 Activation = Callable[[Tensor], Tensor]
 
 
-class ExpertMatrix(nn.Module):
-    """One matrix of each local expert: weight [experts, *outputs, inputs], without values.
-
-    `main_grads`: empty, or a tensor of its size to which backward adds the gradient (fp32, fp64 in fp64).
-    """
-
-    def __init__(self, *shape: int, place: TpContext) -> None:
-        super().__init__()
-        self.weight = place.parameter(*shape)
-        self.main_grads: dict[str, Tensor] = {}
-
-
 class Experts(nn.Module):
     """This rank's experts, each a piece of the width where etp ranks share one. `inner`: name and outputs of the first
-    matrix, [2, width] of a gated activation and [width] of a plain one."""
+    matrix, [2, width] of a gated activation and [width] of a plain one. Weights are [local experts, *outputs, inputs],
+    without values."""
 
     def __init__(
         self,
@@ -51,54 +40,41 @@ class Experts(nn.Module):
         super().__init__()
         self.inner, (*gates, width) = inner
         self.activation, self.deferred, self.recompute, self.compiled = activation, place.deferred, recompute, False
-        local, matrix = config.num_experts // ranks.ep, partial(ExpertMatrix, place=place)
-        self.add_module(self.inner, matrix(local, *gates, width // ranks.etp, hidden_size))
-        self.down = matrix(local, hidden_size, width // ranks.etp)
+        local, width = config.num_experts // ranks.ep, width // ranks.etp
+        shapes = {self.inner: (local, *gates, width, hidden_size), "down": (local, hidden_size, width)}
+        for name, shape in shapes.items():
+            self.add_module(name, nn.ParameterDict({"weight": place.parameter(*shape)}))
 
     def forward(self, rows: Tensor, weights: Tensor, groups: RowGroups) -> Tensor:
         """weights [m] * down(activation(inner rows)) of each row's expert: rows [m, h] -> [m, h], where etp ranks share
         experts a term of the sum. Rows of no expert give 0 and have no gradient, or nobody reads what they give."""
-        inner = getattr(self, self.inner)
-        passes = _compiled_passes() if self.compiled else (_scaled, _scaled_backward)
-        main_grads = inner.main_grads.get("weight"), self.down.main_grads.get("weight")
-        options = self.activation, passes, main_grads, self.deferred, self.recompute
-        return _ExpertMLP.apply(  # type: ignore[no-any-return]
-            rows, weights, inner.weight, self.down.weight, groups, *options
-        )
+        inner, down = (self.get_parameter(f"{name}.weight") for name in (self.inner, "down"))
+        return _ExpertMLP.apply(rows, weights, inner, down, groups, self)  # type: ignore[no-any-return]
 
 
 class _ExpertMLP(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        weights: Tensor,
-        inner: Tensor,
-        down: Tensor,
-        groups: RowGroups,
-        activation: Activation,
-        passes: tuple[Callable[..., Any], Callable[..., Any]],
-        main_grads: tuple[Tensor | None, Tensor | None],
-        deferred: DeferredWork | None,
-        recompute: bool,
+        ctx: Any, rows: Tensor, weights: Tensor, inner: Tensor, down: Tensor, groups: RowGroups, experts: Experts
     ) -> Tensor:
-        before = _first_product(rows, inner, groups)
-        ctx.save_for_backward(rows, weights, inner, down, *([] if recompute else [before]))
-        ctx.groups, ctx.main_grads, ctx.deferred = groups, main_grads, deferred
-        ctx.pass_back = partial(passes[1], activation)
-        scaled = passes[0](activation, before, weights)
-        return groups.clear_rest(grouped_product(scaled, down.transpose(1, 2), groups))
+        before = grouped_product(rows, inner.flatten(1, -2).mT, groups)
+        ctx.save_for_backward(rows, weights, inner, down, *([] if experts.recompute else [before]))
+        ctx.groups, ctx.experts, ctx.main_grads = groups, experts, (main_grad_of(inner), main_grad_of(down))
+        ctx.passes = _compiled_passes() if experts.compiled else (_scaled, _scaled_backward)
+        scaled = ctx.passes[0](experts.activation, before, weights)
+        return groups.clear_rest(grouped_product(scaled, down.mT, groups))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights, inner, down, *kept = ctx.saved_tensors
         groups: RowGroups = ctx.groups
-        (grad,) = grads
-        before = kept[0] if kept else _first_product(rows, inner, groups)
+        experts: Experts = ctx.experts
+        (grad,), pass_back = grads, ctx.passes[1]
+        before = kept[0] if kept else grouped_product(rows, inner.flatten(1, -2).mT, groups)
         scaled_grad = grouped_product(grad, down, groups)  # [m, width]
         used = groups.ends[-1] if groups.on_host is None else None
-        before_grad, weights_grad, scaled = ctx.pass_back(before, weights, scaled_grad, used)
+        before_grad, weights_grad, scaled = pass_back(experts.activation, before, weights, scaled_grad, used)
         del before, scaled_grad
         weights_grad = groups.clear_rest(weights_grad)
         rows_grad = groups.clear_rest(grouped_product(before_grad, inner.flatten(1, -2), groups))
@@ -108,12 +84,12 @@ class _ExpertMLP(torch.autograd.Function):
             total = torch.zeros_like(weight) if main_grad is None else main_grad
             flat = total.view(len(weight), -1, weight.shape[-1])
             work = partial(add_grouped_transposed_products, flat, left, right, groups)
-            if main_grad is not None and ctx.deferred is not None:
-                ctx.deferred.put(work)
+            if main_grad is not None and experts.deferred is not None:
+                experts.deferred.put(work)
             else:
                 work()
             weight_grads.append(total if main_grad is None else None)
-        return rows_grad, weights_grad, *weight_grads, None, None, None, None, None, None
+        return rows_grad, weights_grad, *weight_grads, None, None
 
 
 @cache
@@ -150,7 +126,3 @@ def _differentiated(activation: Activation, x: Tensor) -> Any:
         x = x.detach().requires_grad_()
         y = activation(x)
     return y.detach(), partial(torch.autograd.grad, y, x)
-
-
-def _first_product(rows: Tensor, inner: Tensor, groups: RowGroups) -> Tensor:
-    return grouped_product(rows, inner.flatten(1, -2).transpose(1, 2), groups)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from megalite.moe.balance import RouterMetrics, TokenMasks, add_router_losses, add_to_loss, drop_over_capacity
+from megalite.moe.balance import AddToLoss, RouterMetrics, TokenMasks, add_router_losses, drop_over_capacity
 from megalite.moe.dispatch import ExpertRanks, dispatch
 from megalite.moe.experts import Experts
 from megalite.moe.router import Choice, Router, count_choices
@@ -41,7 +41,8 @@ class MoELayer(nn.Module):
         metrics = RouterMetrics(counts, zero.expand_as(counts), dropped, zero, zero, zero, masks.scored.sum())
         if masks.scale is not None and torch.is_grad_enabled():
             metrics = add_router_losses(self.router, logits, unmasked, masks, metrics)
-            choice = Choice(choice.experts, add_to_loss(choice.weights, (metrics.balance + metrics.z) * masks.scale))
+            loss = (metrics.balance + metrics.z) * masks.scale
+            choice = Choice(choice.experts, AddToLoss.apply(choice.weights, loss))
         beside = None if shared is None else (lambda: shared(x).flatten(0, 1))
         y = dispatch(tokens, choice, moe.num_experts, self.experts, self.ranks, moe.dispatcher, beside)
         return y.view_as(x), metrics.as_row().detach()

@@ -30,11 +30,6 @@ class Rows(NamedTuple):
         in_order, by_token = token_of_row.sort(stable=True)
         return cls(token_of_row, by_token, torch.searchsorted(in_order, torch.arange(tokens, device=device)), used)
 
-    @classmethod
-    def reordered(cls, order: Tensor) -> "Rows":
-        """A row for each token, in another order: `order` [m] says whose."""
-        return cls(order, inverse(order), None)
-
     def take(self, x: Tensor) -> Tensor:
         """x [t, h] -> [m, h], the token of each row."""
         return _Move.apply(x, False, *self)  # type: ignore[no-any-return]

@@ -13,14 +13,13 @@ from typing import Any
 import torch
 
 from megalite import __version__
-from megalite.config.files import REPORT
-from megalite.config.step_plan import batch_ramp
+from megalite.config.step_plan import batch_sizes, planned_steps
 from megalite.errors.problems import several
 from megalite.launch.device import name_of
 from megalite.launch.environment import launch_command, read_environment
 from megalite.layout.ranks import header_lines
 from megalite.model.flops import active_parameters, flops_per_token, parameter_count
-from megalite.observe.report.page import live_report
+from megalite.observe.report.page import REPORT, live_report
 from megalite.observe.run_data import read_run
 from megalite.observe.terminal import Terminal
 from megalite.observe.trackers import open_trackers
@@ -61,8 +60,9 @@ def start_fields(job: Job) -> dict[str, Any]:
 def resolved(job: Job, device: str) -> list[list[str]]:
     """Label and text of everything that was resolved."""
     train, model, moe, done = job.config.train, job.config.model, job.config.model.moe, job.progress
-    ramp = batch_ramp(train)
-    samples = ramp.samples_after(max(0, train.steps - done.step), done.samples)
+    sizes, plan = batch_sizes(train), planned_steps(train, done=done.step, samples=done.samples)
+    grown = next(step for step in plan if step.sequences == sizes[-1] or step.step > train.steps)
+    samples = grown.first + sizes[-1] * max(0, train.steps + 1 - grown.step)
     flops = flops_per_token(model, train.seq_length, causal=False) / 1e6
     parameters = f"{parameter_count(model):,} parameters"
     shape = f"{several(model.num_layers, 'layer')}, hidden size {model.hidden_size:,}, vocabulary {model.vocab_size:,}"
@@ -70,7 +70,7 @@ def resolved(job: Job, device: str) -> list[list[str]]:
         parameters += f", of which a token meets {active_parameters(model):,}"
         shape += f"; {moe.num_experts} experts in {several(len(model.expert_layers), 'layer')}, top {moe.top_k}"
     batch = f"{several(train.global_batch_size, 'sequence')} of {train.seq_length:,} tokens"
-    grows = "" if train.batch_ramp is None else f", growing from {ramp.sizes.start} sequences by {ramp.sizes.step}"
+    grows = "" if train.batch_ramp is None else f", growing from {sizes.start} sequences by {sizes.step}"
     most = f"{max(job.data.train.epochs(samples)):.3g} epochs"  # of the token file that is repeated most
     return [
         ["model", f"{model.name}: {parameters}, {flops:,.1f} MFLOP per token"],

@@ -149,16 +149,11 @@ class RunData:
             self.listed.append(event)
 
 
-def flat_values(record: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat_values(record: Mapping[str, Any]) -> dict[str, Any]:
     """The known numbers of a record of metrics by name, but the step. Nested ones get names like `time_split/forward`,
     which trackers show as groups."""
-    flat: dict[str, Any] = {}
-    for name, value in record.items() if "kind" not in record else ():
-        if isinstance(value, Mapping):
-            flat |= flat_values(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and name != "step":
-            flat[f"{prefix}{name}"] = value
-    return flat
+    known = {} if "kind" in record else {name: it for name, it in leaves(record).items() if name != "step"}
+    return {name.replace(".", "/"): value for name, value in known.items() if isinstance(value, int | float)}
 
 
 def read_run(folder: Path) -> RunData:

@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
@@ -43,7 +42,6 @@ class Terminal:
 
     def __init__(self, stream: TextIO, *, enabled: bool = True) -> None:
         self._stream, self._enabled = stream, enabled
-        self.follow(RunData(Path(), {"train.steps": 1}), "")  # until a run is known
         self._step_times = deque[float](maxlen=50)
         self._columns = list(COLUMNS)
         self._printed = 0  # steps

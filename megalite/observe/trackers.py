@@ -13,13 +13,14 @@ import json
 import os
 import secrets
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from textwrap import indent
 from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 from megalite.config.files import read_object, write_atomically
 from megalite.config.machine_rules import asked_mode, is_installed
@@ -32,6 +33,7 @@ from megalite.train.history import ENDS, Note, Record, View
 FINISH_S = 60.0  # that the end of a run waits for its trackers: a busy machine may take so long to import
 FAILED_S = 2.0  # in all for a run that fails: the other ranks wait 3 s for what this one has to say
 ID_FILE = "wandb.json"  # of the run folder
+Tracker = tuple[View, str]  # what shows records, and the command that sends what it did not; "": there is none
 VARIABLES = {  # of wandb, unless the user has set them
     "WANDB_SILENT": "true",  # the notes of this file say what matters
     "WANDB_CONSOLE": "off",  # the run folder has the logs
@@ -41,13 +43,6 @@ VARIABLES = {  # of wandb, unless the user has set them
     "WANDB_FINISH_TIMEOUT": "5",  # seconds at the end of a run for what is not sent yet; by default without end
     "WANDB_FINISH_TIMEOUT_RAISES": "true",
 }
-
-
-class Tracker(NamedTuple):
-    """An open tracker."""
-
-    show: View
-    rescue: str = ""  # the command that shows what was not done
 
 
 class Trackers:
@@ -72,30 +67,32 @@ class Trackers:
             self._thread.join(FAILED_S if record["status"] else FINISH_S)
             if self._thread.is_alive():
                 self._failed |= self._openers.keys()  # they say nothing more
-                later = "".join(f"; to send the rest: {it.rescue}" for it in self._open.values() if it.rescue)
+                later = "".join(f"; to send the rest: {rescue}" for _, rescue in self._open.values() if rescue)
                 waiting = f"{several(self._queue.qsize(), 'record')} wait; the run folder holds all"
                 self._note(f"{', '.join(self._openers)}: not done at the end of the run, {waiting}{later}")
 
     def _run(self) -> None:
         for name, opener in self._openers.items():
-            if (tracker := self._attempt(name, opener)) is not None:
-                self._open[name] = tracker
+            with self._noting_failure(name):
+                if (tracker := opener()) is not None:
+                    self._open[name] = tracker
         ended = False
         while not ended:
             record = self._queue.get()
-            for name, tracker in self._open.items():
-                self._attempt(name, partial(tracker.show, record))
+            for name, (show, _) in self._open.items():
+                with self._noting_failure(name):
+                    show(record)
             ended = record.get("kind") in ENDS
 
-    def _attempt(self, name: str, action: Callable[[], Any]) -> Any:
+    @contextmanager
+    def _noting_failure(self, name: str) -> Iterator[None]:
         try:
-            return action()
+            yield
         except Exception as error:
             if name not in self._failed:
                 self._failed.add(name)
                 reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
                 self._note(f"{name}: warning: {reason}; the run itself is not affected")
-            return None
 
 
 def open_trackers(config: Config, folder: Path, step: int, note: Note) -> Trackers:
@@ -129,7 +126,7 @@ def open_tensorboard(folder: Path, step: int) -> Tracker:
         if record.get("kind") in ENDS:
             writer.close()
 
-    return Tracker(show)
+    return show, ""
 
 
 def open_wandb(config: Config, folder: Path, mode: str | None, note: Note) -> Tracker | None:
@@ -141,9 +138,12 @@ def open_wandb(config: Config, folder: Path, mode: str | None, note: Note) -> Tr
     import wandb
 
     log, samples = config.log, list[list[Any]]()  # rows of the table of the newest step
+    if not (path := folder / ID_FILE).exists():
+        write_atomically(path, (json.dumps({"id": secrets.token_hex(8)}) + "\n").encode())
+    known = read_object(path, "delete it; the run is a new one at wandb then")  # the same id for all starts
     name = log.wandb_name or os.environ.get("WANDB_NAME") or config.run_name
     place: dict[str, Any] = {"project": log.wandb_project, "entity": log.wandb_entity, "dir": folder, "name": name}
-    init, run = partial(wandb.init, **place, id=id_of_run(folder), resume="allow", config=as_plain(config)), None
+    init, run = partial(wandb.init, **place, id=str(known["id"]), resume="allow", config=as_plain(config)), None
     if mode != "offline":
         try:
             wandb.setup(wandb.Settings(mode="online"))
@@ -176,12 +176,4 @@ def open_wandb(config: Config, folder: Path, mode: str | None, note: Note) -> Tr
             except TimeoutError:
                 note(f"not everything is sent; to send the rest: {rescue}")
 
-    return Tracker(show, rescue)
-
-
-def id_of_run(folder: Path) -> str:
-    """The run's id at wandb, the same for all starts."""
-    path = folder / ID_FILE
-    if not path.exists():
-        write_atomically(path, (json.dumps({"id": secrets.token_hex(8)}) + "\n").encode())
-    return str(read_object(path, "delete it; the run is a new one at wandb then")["id"])
+    return show, rescue

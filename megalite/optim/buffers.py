@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from megalite.kernels.embed import set_main_grad
 from megalite.launch.device import DTYPES
 from megalite.layout.buffer_layout import BufferLayout, BufferSlot, OwnedRange, SliceRange
 
@@ -39,11 +40,11 @@ class TrainingBuffers:
         self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         dtypes = {"model": dtype, "master": self.master_dtype}
         self.parameter_buckets = [
-            torch.zeros(bucket.size, dtype=dtypes[bucket.buffer.precision], device=device) for bucket in layout.buckets
+            torch.zeros(bucket.size, dtype=dtypes[bucket.precision], device=device) for bucket in layout.buckets
         ]
         summed_in = gradient_dtype or self.master_dtype
         self.gradient_buckets = [torch.zeros_like(whole, dtype=summed_in) for whole in self.parameter_buckets]
-        own = [dense if bucket.buffer.kind == "dense" else expert for bucket in layout.buckets]
+        own = [dense if bucket.kind == "dense" else expert for bucket in layout.buckets]
         self.parameters, self.gradients = (
             [whole.chunk(bucket.shards)[at] for whole, bucket, at in zip(buckets, layout.buckets, own, strict=True)]
             for buckets in (self.parameter_buckets, self.gradient_buckets)
@@ -67,24 +68,17 @@ class TrainingBuffers:
         slot, number = self.places[name]
         return buckets[number][slot.start : slot.stop].view(slot.shard.shape)
 
-    def attach(self, *chunks: nn.Module, with_main_grad: Iterable[str] = ()) -> dict[str, Tensor]:
-        """Make the parameters of all chunks of the model views of their bucket and add up their gradients in the other.
-
-        The model itself accumulates the gradients of the parameters named in `with_main_grad`, in the tensors that are
-        returned by name.
-        """
-        own, main_grads = set(with_main_grad), {}
+    def attach(self, *chunks: nn.Module) -> None:
+        """Make the parameters of all chunks of the model views of their bucket and add up their gradients in the other:
+        the model's layers do, or autograd's gradients are added."""
         parameters = {name: parameter for chunk in chunks for name, parameter in chunk.named_parameters()}
         assert parameters.keys() == self.places.keys(), parameters.keys() ^ self.places.keys()
         for name, parameter in parameters.items():
             stored, total = self.parameter(name), self.gradient(name)
             assert parameter.shape == stored.shape, (name, parameter.shape, stored.shape)
             parameter.data = stored
-            if name in own:
-                main_grads[name] = total
-            else:
-                parameter.register_post_accumulate_grad_hook(partial(_add_gradient, total))
-        return main_grads
+            set_main_grad(parameter, total, name)
+            parameter.register_post_accumulate_grad_hook(partial(_add_gradient, total))
 
     def start_step(self) -> None:
         """Forget the gradients of the step before."""
@@ -133,8 +127,8 @@ def _shard_of(value: Tensor, slot: BufferSlot) -> Tensor:
 
 
 def _add_gradient(total: Tensor, parameter: Tensor) -> None:
-    """Add the gradient of the parameter to `total`, and forget it."""
-    assert parameter.grad is not None
-    # The sum of two dtypes is one kernel on CUDA, and on CPUs several times slower than that of one.
-    total.add_(parameter.grad if total.is_cuda else parameter.grad.to(total.dtype))
-    parameter.grad = None
+    """Add what autograd sums of the parameter's gradient to `total`, and forget it."""
+    if parameter.grad is not None:
+        # The sum of two dtypes is one kernel on CUDA, and on CPUs several times slower than that of one.
+        total.add_(parameter.grad if total.is_cuda else parameter.grad.to(total.dtype))
+        parameter.grad = None

@@ -47,8 +47,7 @@ def partial_gradients(buffers: TrainingBuffers, context: ParallelContext) -> lis
     """The sums over tp, over the ends of a pipeline, and over the ranks that hold the same key-value heads."""
     found = []
     for name in (*get_args(Group), "kv-replicas"):
-        wanted = is_replicated if name == "kv-replicas" else partial(_is_partial, name)
-        ranges = slice_ranges(buffers.owned, wanted)
+        ranges = slice_ranges(buffers.owned, is_replicated if name == "kv-replicas" else partial(_is_partial, name))
         if ranges and (group := context.group(name)) is not None:
             found.append(PartialGradients(ranges_of(buffers.gradients, ranges), group))
     return found
@@ -73,7 +72,7 @@ def owned_for_norm(
     others = slice_ranges(buffers.owned, elsewhere)
     parts = []
     for number, (bucket, gradients) in enumerate(zip(buffers.layout.buckets, buffers.gradients, strict=True)):
-        if replicas[bucket.buffer.kind].replica > 0:
+        if replicas[bucket.kind].replica > 0:
             continue
         start = 0
         for hole in (each for each in others if each.bucket == number):

@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 from megalite.config.layout import stage_settings
 from megalite.config.schema import OPTIMIZERS, Config, OptimizerConfig
-from megalite.layout.buffer_layout import BufferLayout, Kind, OwnedRange, buffer_layout
-from megalite.layout.groups import GroupNeeds, groups_of
+from megalite.layout.buffer_layout import BufferLayout, Kind, buffer_layout
 from megalite.layout.parameters import ParameterRecord, is_held
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import GroupNeeds, ParallelLayout, groups_of
 from megalite.layout.stages import stages_of
 from megalite.model.parameters import gpt_parameters
 
@@ -33,10 +32,6 @@ class RankBuffers:
     def index(self) -> dict[Kind, int]:
         """Which slice of every bucket is the rank's own, by kind of parameters."""
         return {kind: ranks.index(self.rank) for kind, ranks in self.owners.items()}
-
-    @property
-    def owned(self) -> tuple[OwnedRange, ...]:
-        return self.layout.owned(self.index["dense"], self.index["expert"])
 
 
 def rank_buffers(config: Config, world: ParallelLayout, rank: int) -> RankBuffers:
@@ -107,8 +102,8 @@ def bytes_of_rank(layout: BufferLayout, precision: str, optimizer: OptimizerConf
     """The bytes that one rank keeps, padding included; the same for all ranks that exchange the layout's buckets."""
     kept = StateBytes(0, 0, 0, 0)
     for bucket in layout.buckets:
-        wide = bucket.buffer.precision == "master"
-        element = bytes_of_element(precision, optimizer, matrix=bucket.buffer.whole, master_precision=wide)
+        wide = bucket.precision == "master"
+        element = bytes_of_element(precision, optimizer, matrix=bucket.whole, master_precision=wide)
         counts = [bucket.size] * 2 + [bucket.slice_size] * 2
         kept = StateBytes(*(sum_ + count * size for sum_, count, size in zip(kept, counts, element, strict=True)))
     return kept

@@ -77,7 +77,7 @@ class GradientSync:
         overlap: bool = True,
     ) -> None:
         self._buffers, self._comm_dtype = buffers, comm_dtype
-        self._groups = [replicas[bucket.buffer.kind] for bucket in buffers.layout.buckets]
+        self._groups = [replicas[bucket.kind] for bucket in buffers.layout.buckets]
         self._watched = [0] * len(self._groups)  # by bucket: gradients that the last backward passes bring
         self._last: dict[int, Later] = {}  # chunks whose last gradients are coming
         self._started: list[Transfer | None] = []
@@ -149,7 +149,7 @@ class ParameterGather:
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._buffers, self._overlap, self._waiting = buffers, overlap, waiting
-        self._groups = [replicas[bucket.buffer.kind].shard_group for bucket in buffers.layout.buckets]
+        self._groups = [replicas[bucket.kind].shard_group for bucket in buffers.layout.buckets]
         self._pending: dict[int, Transfer] = {}  # by bucket
         self._buckets_of: dict[str, set[int]] = {}  # by part of the model
         for name, (_, number) in buffers.places.items():
@@ -166,16 +166,14 @@ class ParameterGather:
 
     def wait_for(self, part: str) -> None:
         """Return when all parameters of this part of the model (see `part_of`) are there."""
-        self._wait_for(self._buckets_of.get(part, set()) & self._pending.keys())
+        for number in sorted(self._buckets_of.get(part, set()) & self._pending.keys(), reverse=True):  # as started
+            with self._waiting():
+                self._pending.pop(number).wait()
 
     def finish(self) -> None:
         """Return when all parameters are there."""
-        self._wait_for(set(self._pending))
-
-    def _wait_for(self, numbers: set[int]) -> None:
-        for number in sorted(numbers, reverse=True):  # as they were started
-            with self._waiting():
-                self._pending.pop(number).wait()
+        for part in reversed(self._buckets_of):
+            self.wait_for(part)
 
 
 def part_of(name: str) -> str:

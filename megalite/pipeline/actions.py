@@ -54,19 +54,14 @@ class Schedule:
     def pp(self) -> int:
         return len(self.ranks)
 
-    @property
-    def stages(self) -> int:
-        """Stages of the whole pipeline: vpp chunks on each of pp ranks."""
-        return self.pp * self.vpp
-
     def tensor_id(self, role: Role, rank: int, action: Action) -> int | None:
         """The tensor that the action sends to another stage, or receives from one; None where it does not.
 
         Ids count the microbatches of each stage's activations, then the microbatches of each stage's gradients.
         """
-        stage, forward = action.chunk * self.pp + rank, action.kind == "forward"
+        stages, stage, forward = self.pp * self.vpp, action.chunk * self.pp + rank, action.kind == "forward"
         sender = stage if role == "send" else stage - 1 if forward else stage + 1
-        senders = range(self.stages - 1) if forward else range(1, self.stages)
+        senders = range(stages - 1) if forward else range(1, stages)
         if action.kind == "backward-weight" or sender not in senders:
             return None
-        return (sender if forward else self.stages + sender) * self.microbatches + action.microbatch
+        return (sender if forward else stages + sender) * self.microbatches + action.microbatch

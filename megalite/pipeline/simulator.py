@@ -5,9 +5,10 @@ No torch import.
 """
 
 from collections.abc import Mapping
+from itertools import product
 from typing import NamedTuple
 
-from megalite.pipeline.actions import Action, ActionKind, Schedule
+from megalite.pipeline.actions import LETTERS, Action, ActionKind, Schedule
 
 Durations = Mapping[tuple[int, int, ActionKind], float]  # (rank, chunk, kind) -> time of such an action
 
@@ -20,18 +21,10 @@ class Span(NamedTuple):
     end: float
 
 
-def equal_durations(
-    schedule: Schedule, forward: float = 1, backward_input: float = 1, backward_weight: float = 1
-) -> Durations:
-    """Every chunk takes these times; a whole backward pass takes as long as its two halves."""
-    times: dict[ActionKind, float] = {
-        "forward": forward,
-        "backward": backward_input + backward_weight,
-        "backward-input": backward_input,
-        "backward-weight": backward_weight,
-    }
-    chunks = ((rank, chunk) for rank in range(schedule.pp) for chunk in range(schedule.vpp))
-    return {(rank, chunk, kind): time for rank, chunk in chunks for kind, time in times.items()}
+def equal_durations(schedule: Schedule, time: float = 1) -> Durations:
+    """Every chunk takes this time for a forward pass or half a backward pass, twice as long for a whole one."""
+    actions = product(range(schedule.pp), range(schedule.vpp), LETTERS)
+    return {(rank, chunk, kind): time * (2 if kind == "backward" else 1) for rank, chunk, kind in actions}
 
 
 def simulate(schedule: Schedule, durations: Durations, transfer: float = 0) -> tuple[tuple[Span, ...], ...]:

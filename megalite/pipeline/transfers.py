@@ -58,7 +58,7 @@ Instruction = Action | Transfer | Wait  # compute the action; post the transfer 
 
 def instructions(schedule: Schedule) -> tuple[tuple[Instruction, ...], ...]:
     """The work of each pipeline rank in a step. The schedule must be sound (checker.py)."""
-    ideal = simulate(schedule, equal_durations(schedule, STEP, STEP, STEP), FLIGHT)
+    ideal = simulate(schedule, equal_durations(schedule, STEP), FLIGHT)
     assert list(map(len, ideal)) == list(map(len, schedule.ranks)), "actions wait for each other"
     order: dict[int, tuple[float, int]] = {}  # by tensor: what transfers of one direction are ordered by
     for rank, spans in enumerate(ideal):

@@ -20,7 +20,7 @@ def buffer_lines(buffers: RankBuffers, kept: Kept) -> Iterator[str]:
     share = f"its share of masters {_mib(state.masters)} and optimizer state {_mib(state.optimizer)}"
     yield f"rank {buffers.rank} holds {held}, {padding:,} elements of padding"
     yield f"and keeps {_mib(state.total)} MiB: {whole}, {share}"
-    for kind in dict.fromkeys(bucket.buffer.kind for bucket in buckets):
+    for kind in dict.fromkeys(bucket.kind for bucket in buckets):
         ranks = buffers.owners[kind]
         owners = f"every bucket is cut into {len(ranks)} slices, owned by the ranks {', '.join(map(str, ranks))}"
         if len(ranks) == 1:
@@ -30,7 +30,7 @@ def buffer_lines(buffers: RankBuffers, kept: Kept) -> Iterator[str]:
     heads = ("bucket", "elements", "padding", "slice", "tensors", "MiB kept", "from .. to")
     rows: list[tuple[str, ...]] = [heads]
     for number, bucket in enumerate(buckets):
-        special = " expert" * (bucket.buffer.kind == "expert") + " master" * (bucket.buffer.precision == "master")
+        special = " expert" * (bucket.kind == "expert") + " master" * (bucket.precision == "master")
         names = f"{bucket.slots[0].record.name} .. {bucket.slots[-1].record.name}"
         cells = [f"{count:,}" for count in _counts(bucket)]
         rows.append((f"{number}{special}", *cells, _mib(kept(BufferLayout((bucket,))).total), names))

@@ -1,8 +1,6 @@
 """A layout as text, JSON and picture: the groups of every axis, the layers of stages, the experts of ranks."""
 
-import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from textwrap import wrap
 
 from megalite.errors.problems import several
@@ -30,11 +28,6 @@ def groups_of(layout: ParallelLayout, experts: int = 0) -> Groups:
         count, holders = experts // layout.ep, layout.groups("etp-edp-pp")
         groups["experts"] = {f"{at * count}-{(at + 1) * count - 1}": [ranks] for at, ranks in enumerate(holders)}
     return groups
-
-
-def as_json(groups: Groups, stages: Sequence[StageLayers]) -> str:
-    """The groups, and the stages if there are some, as one JSON object."""
-    return json.dumps({**groups, **({"stages": [asdict(stage) for stage in stages]} if stages else {})})
 
 
 def table_lines(groups: Groups, world_size: int, width: int) -> Iterator[str]:

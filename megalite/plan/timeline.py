@@ -18,7 +18,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from megalite.config.schedule_rules import ScheduleRequest
+from megalite.config.schedule_request import ScheduleRequest
 from megalite.errors.problems import several
 from megalite.pipeline.actions import Action, ActionKind, Schedule, parse_action
 from megalite.pipeline.schedules import SCHEDULES, build_schedule
@@ -83,7 +83,7 @@ class Timeline:
 def simulated(schedule: Schedule, durations: Durations | None = None, transfer: float = 0) -> Timeline:
     """The timeline that the simulator computes; by default all ranks take equally long, in forward passes of a rank."""
     share = 1 / schedule.vpp  # of a rank's layers
-    ranks = simulate(schedule, durations or equal_durations(schedule, share, share, share), transfer)
+    ranks = simulate(schedule, durations or equal_durations(schedule, share), transfer)
     return Timeline(schedule.name, schedule.vpp, schedule.microbatches, ranks)
 
 

@@ -1,9 +1,8 @@
 """Linear layers and the word embedding, split over the ranks of a tensor-parallel group.
 
 Parameters keep the dims of their logical shape and hold this rank's shard of it, as its record cuts it
-(layout/parameters.py); they are created without values. Backward adds a parameter's gradient to the tensor of its name
-in `main_grads` if there is one (fp32, fp64 in fp64; of a weight [outputs, inputs]), and autograd sees none. A gradient
-is complete, but for what the record calls partial.
+(layout/parameters.py); they are created without values. Gradients go to main gradients (kernels/embed.py), where
+parameters have them. A gradient is complete, but for what the record calls partial.
 """
 
 from dataclasses import dataclass
@@ -11,8 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megalite.kernels.embed import embed, with_main_grad
-from megalite.layout.parameters import Split, shard_of
+from megalite.kernels.embed import embed, main_grad_of, with_main_grad
+from megalite.layout.parameters import ROWS, Split, shard_of
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.deferred import DeferredWork
 from megalite.tensor_parallel.linear import linear
@@ -23,22 +22,17 @@ from megalite.tensor_parallel.mappings import reduce_from_tensor_parallel, reduc
 class TpContext:
     """Where the tensors of a model live, and the ranks of `tp` among which each layer is split (None: it is whole).
 
-    With `sequence_parallel` activations between the layers are this rank's part of the sequence, [s/t, b, h]; else they
-    are whole on every rank, [s, b, h]. `deferred` is where linear layers put off weight gradients, `fp8` the
-    recipe by which they round what they multiply (kernels/fp8.py).
+    Where the ranks of `sequence`, which are those of `tp`, divide the sequence between the layers, activations there
+    are this rank's part of it, [s/t, b, h]; else they are whole on every rank, [s, b, h]. `deferred` is where linear
+    layers put off weight gradients, `fp8` the recipe by which they round what they multiply (kernels/fp8.py).
     """
 
     dtype: torch.dtype
     device: torch.device
     tp: TensorGroup | None = None
-    sequence_parallel: bool = False
+    sequence: TensorGroup | None = None
     deferred: DeferredWork | None = None
     fp8: str | None = None
-
-    @property
-    def sequence(self) -> TensorGroup | None:
-        """The ranks that divide the sequence between the layers."""
-        return self.tp if self.sequence_parallel else None
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """A parameter without values."""
@@ -77,17 +71,16 @@ class ColumnParallelLinear(nn.Module):
         self.local_outputs = place.local_shape(outputs, split)
         self.weight = place.parameter(*self.local_outputs, inputs)
         self.bias = place.parameter(*self.local_outputs) if bias else None
-        self.main_grads: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs] -> [..., prod(local outputs)]; with sequence parallelism [s/t, ..., inputs] -> [s, ...]."""
         return linear(
             x,
             self.weight.flatten(0, -2),
-            None if self.bias is None else with_main_grad(self.bias, self.main_grads.get("bias")).flatten(),
+            None if self.bias is None else with_main_grad(self.bias).flatten(),
             group=self.place.tp,
             sequence_parallel=self.place.sequence is not None,
-            main_grad=self.main_grads.get("weight"),
+            main_grad=main_grad_of(self.weight),
             deferred=self.place.deferred,
             fp8=self.place.fp8,
             before_activation=self.before_activation,
@@ -106,13 +99,12 @@ class RowParallelLinear(nn.Module):
         self.place = place
         self.weight = place.parameter(*place.local_shape((outputs, inputs), Split(1)))
         self.bias = place.parameter(outputs) if bias else None
-        self.main_grads: dict[str, Tensor] = {}
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., inputs/t] -> [..., outputs], with sequence parallelism [s, ..., inputs/t] -> [s/t, ..., outputs]."""
         whole = self.place.tp is None
-        bias = None if self.bias is None else with_main_grad(self.bias, self.main_grads.get("bias"))
-        added, place, main_grad = bias if whole else None, self.place, self.main_grads.get("weight")
+        bias = None if self.bias is None else with_main_grad(self.bias)
+        added, place, main_grad = bias if whole else None, self.place, main_grad_of(self.weight)
         y = linear(x, self.weight, added, main_grad=main_grad, deferred=place.deferred, fp8=place.fp8)
         if whole:
             return y
@@ -131,15 +123,14 @@ class VocabParallelEmbedding(nn.Module):
         self.place = place
         size, index = (1, 0) if place.tp is None else (place.tp.size, place.tp.index)
         self.first_row = index * rows // size
-        self.weight = place.parameter(*place.local_shape((rows, width), Split(0, uneven=True)))
-        self.main_grads: dict[str, Tensor] = {}
+        self.weight = place.parameter(*place.local_shape((rows, width), ROWS))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[s, b] -> [s, b, width], with sequence parallelism this rank's part [s/t, b, width]."""
         if self.place.tp is None:
-            return embed(tokens, self.weight, self.main_grads.get("weight"))
+            return embed(tokens, self.weight, main_grad_of(self.weight))
         rows = len(self.weight)
         row = tokens - self.first_row
         foreign = (row < 0) | (row >= rows)
-        x = embed(row.clamp(0, rows - 1), self.weight, self.main_grads.get("weight"))
+        x = embed(row.clamp(0, rows - 1), self.weight, main_grad_of(self.weight))
         return self.place.sum(x.masked_fill(foreign.unsqueeze(-1), 0.0))

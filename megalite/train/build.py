@@ -5,7 +5,7 @@ before a step. Settings that depend on the device are refused or chosen here.
 """
 
 from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import Store
 from megalite.config.clashes import clashes
 from megalite.config.layout import exchange_of, layout_of, local_heads, stage_settings
 from megalite.config.nccl_options import read_nccl_options
-from megalite.config.schedule_rules import ScheduleRequest
+from megalite.config.schedule_request import ScheduleRequest
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, value_of, with_values, yaml_value
 from megalite.context_parallel.exchange import CpGroups, Waiting
@@ -37,7 +37,7 @@ from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.startup import join, meet
 from megalite.launch.watchdog import after_report_s
 from megalite.layout.buffer_layout import Kind
-from megalite.layout.groups import GroupNeeds
+from megalite.layout.ranks import GroupNeeds
 from megalite.layout.sequence import CpShard
 from megalite.layout.stages import stages_of
 from megalite.model.flops import flops_per_token, peak_flops
@@ -145,11 +145,9 @@ def build_training(config: Config, context: ParallelContext) -> Training:
     comm_dtype = dtype_of(settings.communication_dtype or settings.gradient_dtype, context.dtype)
     waiting = partial(clock.within, "communication")
     gather = ParameterGather(buffers, replicas, overlap=settings.overlap, waiting=waiting)
-    own_grads = [name for chunk in chunks for name in chunk.main_grad_parameters]
-    main_grads = buffers.attach(*chunks, with_main_grad=own_grads)
+    buffers.attach(*chunks)
     sync = GradientSync(buffers, chunks, replicas, comm_dtype=comm_dtype, overlap=settings.overlap)
     for chunk in chunks:
-        chunk.set_main_grads({name: main_grads[name] for name in chunk.main_grad_parameters})
         chunk.before_use = gather.wait_for
     ways = {way: group for way in get_args(Direction) if (group := context.group(f"pp-{way}")) is not None}
     request = partial(ScheduleRequest, axes.schedule, axes.pp, vpp=axes.vpp, group_size=axes.microbatch_group_size)
@@ -173,7 +171,9 @@ def build_chunks(config: Config, context: ParallelContext, waiting: Waiting) -> 
     tp = TensorGroup.of(context.group("tp"))
     if config.parallel.async_tp and tp is not None:
         share_memory(tp)
-    cp, experts = context_ranks(config, context, waiting), ExpertRanks.of(context, waiting)
+    alltoall, ring, sharing = (TensorGroup.of(context.group(name)) for name in ("cp-alltoall", "cp-ring", "tp-cp"))
+    cp = CpGroups(alltoall, ring, exchange_of(config).gathers, sharing, waiting) if context.size("cp") > 1 else None
+    experts = ExpertRanks.of(context, waiting)
     build = partial(GPT, config, dtype=context.dtype, device=context.device, tp=tp, context=cp, expert_ranks=experts)
     chunks = [build(stage=stage) for stage in stages_of(stage_settings(config), context.coordinates["pp"])]
     for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
@@ -181,18 +181,10 @@ def build_chunks(config: Config, context: ParallelContext, waiting: Waiting) -> 
     return chunks
 
 
-def context_ranks(config: Config, context: ParallelContext, waiting: Waiting = nullcontext) -> CpGroups | None:
-    """The ranks with which this one shares each sequence; None: it has whole ones."""
-    if context.size("cp") == 1:
-        return None
-    alltoall, ring, sharing = (TensorGroup.of(context.group(name)) for name in ("cp-alltoall", "cp-ring", "tp-cp"))
-    return CpGroups(alltoall, ring, exchange_of(config).gathers, sharing, waiting)
-
-
-def data_share(config: Config, context: ParallelContext) -> DataShare:
+def data_share(context: ParallelContext) -> DataShare:
     """The part of each global batch that this rank reads."""
-    cp = context_ranks(config, context)
-    return DataShare(context.index("dp"), context.size("dp"), CpShard() if cp is None else cp.share)
+    sequence = CpShard(context.index("cp"), context.size("cp-ring"), context.size("cp-alltoall"))
+    return DataShare(context.index("dp"), context.size("dp"), sequence)
 
 
 def fill_with_start_values(

@@ -20,9 +20,8 @@ from megalite.data.open import OpenedData
 from megalite.data.samples import IntArray
 from megalite.errors.problems import Problem, UserError, collect_all
 from megalite.launch.context import ParallelContext, all_ranks_or_raise
-from megalite.layout.sequence import CpShard
 from megalite.model.gpt import GPT
-from megalite.train.build import Training
+from megalite.train.build import Training, data_share
 
 
 @dataclass(frozen=True)
@@ -132,11 +131,11 @@ def sample(
     A compiled model sees one shape only: windows of `rows` and `seq_length`. Without `rows` a window is no longer than
     needed. Once `go_on`, asked before each token and equal on all ranks, is false, no text grows any more.
     """
-    length, pipeline, groups = seq_length, context.group("pp-forward"), training.chunks[0].context
+    length, pipeline, share = seq_length, context.group("pp-forward"), data_share(context).sequence
     if rows is None:
         unit, longest = WINDOW * context.layout.tp * context.layout.cp, max(map(len, prompts), default=0) + count
         length = min(seq_length, -(-longest // unit) * unit)  # tp and cp split a window
-    texts, share = [list(prompt) for prompt in prompts], CpShard() if groups is None else groups.share
+    texts = [list(prompt) for prompt in prompts]
     with training.evaluating():
         for text in texts:
             dice = torch.Generator().manual_seed(seed)

@@ -129,7 +129,7 @@ def train(job: Job) -> None:
     steps = planned_steps(settings, done=job.progress.step, samples=job.progress.samples)
     steps = takewhile(lambda planned: planned.step <= settings.steps, steps)
     try:
-        with train_batches(job.data.train, config, steps, device, data_share(config, job.context)) as batches:
+        with train_batches(job.data.train, config, steps, device, data_share(job.context)) as batches:
             if job.owes_evaluation():
                 evaluate_model(job, job.progress.step)
             clock.restart()
@@ -238,7 +238,7 @@ def record_pipeline(job: Job, step: int, spans: Sequence[Span]) -> None:
 def evaluate_model(job: Job, step: int) -> None:
     """The validation set after a step."""
     assert job.data.validation is not None, "else no evaluation is due"
-    begin, share = time.perf_counter(), data_share(job.config, job.context)
+    begin, share = time.perf_counter(), data_share(job.context)
     batches = validation_batches(job.data.validation, job.config, job.context.device, share)
     metrics = evaluate(job.training, job.context, batches, job.data.bytes_of_ids, job.go_on)
     if metrics is None:

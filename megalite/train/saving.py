@@ -276,7 +276,7 @@ def _replicas(training: Training, context: ParallelContext) -> Iterator[tuple[li
     slices = [buffers.masters, *slices_of(training.optimizer.state()).values()]
     axes_of: dict[Kind, str] = {"dense": "dp-cp", "expert": "edp"}
     for kind, axes in axes_of.items():
-        numbers = [at for at, bucket in enumerate(buffers.layout.buckets) if bucket.buffer.kind == kind]
+        numbers = [at for at, bucket in enumerate(buffers.layout.buckets) if bucket.kind == kind]
         if numbers:
             yield [buffers.parameter_buckets[at] for at in numbers], context.group(axes)
             yield [kept[at] for kept in slices for at in numbers], training.replicas[kind].replicate_group

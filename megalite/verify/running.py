@@ -16,16 +16,20 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from megalite.config.schema import Config
 from megalite.config.settings import with_values
+from megalite.data.token_file import with_suffix
+from megalite.data.tokenizers import END, TextTokenizer
 from megalite.errors.problems import REFUSED, UserError
 from megalite.launch.environment import LOOPBACK, ProcessEnvironment
+from megalite.prepare.prepare import char_tokenizer
+from megalite.prepare.tokenizing import write_index
 
 ECHO_S = 2.0  # how long the stack of a process that hangs may take to be written
 LAST_WORDS = 40  # lines of a process that failed
 DOCUMENT = 6  # tokens on average: several documents in each sample
-LETTERS = 0x4E00  # some twenty thousand in a row
 LAYOUT, SINGLE = "layout", "single"  # the run folders
 
 TrainRank = Callable[[Config, ProcessEnvironment], int]  # what a process runs; its exit status
@@ -35,26 +39,22 @@ class RunFailure(Exception):  # noqa: N818 - it is what happened, told to the us
     """A process failed, died or hung: what to tell the user, and the exit status."""
 
 
-def train_both(
-    config: Config, ranks: int, reference: Config, folder: Path, timeout_s: float, trains: tuple[TrainRank, TrainRank]
-) -> None:
-    """Train in `folder` as `config` says on so many ranks, and as `reference` says on one process.
-
-    `trains`: what a rank of the layout runs, and what the one process runs; functions at the top of a module.
-    """
-    _write_text(folder / "text.jsonl", config)
+def train_both(config: Config, ranks: int, reference: Config, folder: Path, timeout_s: float, train: TrainRank) -> None:
+    """Train in `folder` as `config` says on so many ranks, and as `reference` says on one process. `train` is what each
+    process runs, a function at the top of a module."""
+    _write_tokens(folder / "tokens", config)
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port = probe.getsockname()[1]
-    modules = ["torch", trains[1].__module__, "megalite.train.run", "megalite.prepare.prepare"]
-    multiprocessing.set_forkserver_preload(modules)
+    multiprocessing.set_forkserver_preload([__name__, train.__module__, "megalite.train.run"])
     context, processes = multiprocessing.get_context("forkserver"), list[ForkServerProcess]()
-    place_of = [ProcessEnvironment(rank, ranks, rank, ranks, LOOPBACK, port, "env") for rank in range(ranks)]
-    places = {f"rank {place.rank}": place for place in place_of}
+    places = [ProcessEnvironment(rank, ranks, rank, ranks, LOOPBACK, port, "env") for rank in range(ranks)]
+    jobs = [(f"rank {place.rank}", config, LAYOUT, place) for place in places]
+    jobs += [("the single process", reference, SINGLE, ProcessEnvironment())]
+    data = {"data.source": "tokens", "data.path": str(folder / "tokens")}
     try:
-        for name, place in {**places, "the single process": ProcessEnvironment()}.items():
-            ours, train, run = (config, trains[0], LAYOUT) if name in places else (reference, trains[1], SINGLE)
-            job = (train, _placed(ours, folder, run), place, folder / name, timeout_s)
+        for name, settings, run, place in jobs:
+            job = train, with_values(settings, {**data, "run_dir": str(folder / run)}), place, folder / name, timeout_s
             processes.append(context.Process(target=_run, args=job, name=name, daemon=True))
             processes[-1].start()
         _wait_for(processes, folder, time.monotonic() + timeout_s + ECHO_S)
@@ -64,28 +64,17 @@ def train_both(
             process.join()
 
 
-def _placed(config: Config, folder: Path, run: str) -> Config:
-    """The settings with a run folder and the text in `folder`."""
-    places = {"run_dir": run, "tokenizer": "tokenizer", "data.path": "text.jsonl", "data.cache_dir": "cache"}
-    values = {name: str(folder / place) for name, place in places.items()}
-    return with_values(config, {**values, "data.source": "text", "data.workers": 1})
-
-
-def _write_text(path: Path, config: Config) -> None:
-    """Documents of random letters, never the same twice, and beside them the tokenizer: as many letters as the
-    vocabulary has room for, and an end of document."""
-    from megalite.data.tokenizers import END, TextTokenizer
-    from megalite.prepare.prepare import char_tokenizer
-
-    train, dice = config.train, np.random.default_rng(config.seed)
-    letters = [chr(LETTERS + at) for at in range(min((config.model.vocab_size or 2) - 1, 20_000))]
-    needed = 2 * (train.steps + 1) * train.global_batch_size * train.seq_length  # a share is kept for validation
-    with path.open("w", encoding="utf-8") as file:
-        for length in dice.geometric(1 / DOCUMENT, size=-(-needed // DOCUMENT)):
-            file.write(f'{{"text": "{"".join(letters[at] for at in dice.integers(len(letters), size=length))}"}}\n')
-    backend = char_tokenizer(letters).backend
+def _write_tokens(prefix: Path, config: Config) -> None:
+    """A token file of random documents, never the same twice, and its tokenizer, which knows what ends a document."""
+    train, dice, backend = config.train, np.random.default_rng(config.seed), char_tokenizer("a").backend
     backend.add_special_tokens([END])
-    TextTokenizer(backend, {"eos_token": END}).save(path.with_name("tokenizer"))
+    TextTokenizer(backend, {"eos_token": END}).save(with_suffix(prefix, ".tokenizer"))
+    needed = 2 * (train.steps + 1) * train.global_batch_size * train.seq_length  # a share is kept for validation
+    lengths = 1 + dice.geometric(1 / (DOCUMENT - 1), size=-(-needed // DOCUMENT))
+    tokens = dice.integers(config.model.vocab_size or 2, size=lengths.sum(), dtype=np.int32)
+    tokens[lengths.cumsum() - 1] = backend.token_to_id(END)
+    tokens.tofile(with_suffix(prefix, ".bin"))
+    write_index(prefix, tokens.dtype, lengths, {})
 
 
 def _wait_for(processes: Sequence[ForkServerProcess], folder: Path, deadline: float) -> None:
@@ -114,8 +103,6 @@ def _end_of(process: ForkServerProcess, folder: Path) -> str:
 
 def _run(train: TrainRank, config: Config, place: ProcessEnvironment, output: Path, timeout_s: float) -> None:
     """One process: train, and write what it says to `output`; or, when the time is up, where it stands."""
-    import torch  # the server has
-
     os.environ["OMP_NUM_THREADS"] = "1"  # so that the trainer leaves the number of threads alone
     torch.set_num_threads(1)  # more would spin in each other's way
     with output.open("w") as file:

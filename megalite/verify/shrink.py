@@ -8,7 +8,7 @@ their axes. No torch import.
 from contextlib import suppress
 from dataclasses import replace
 from math import gcd, lcm, sqrt
-from typing import Any, NamedTuple
+from typing import Any
 
 from megalite.config.compose import load_config, load_values
 from megalite.config.derive import derive
@@ -16,7 +16,7 @@ from megalite.config.layout import dense_ranks, exchange_of, layout_of, least_wo
 from megalite.config.rules import BLOCK, check
 from megalite.config.schema import Config, ParallelConfig
 from megalite.config.settings import SETTINGS, value_of, with_values
-from megalite.errors.problems import Problem, UserError
+from megalite.errors.problems import UserError
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.stages import stage_layers
 
@@ -26,7 +26,7 @@ AXES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 VOCABULARIES = {"byte": 257, "char": 65}  # unless model.vocab_size is set; of other tokenizers 50,257
 KEPT = (  # settings as the user has them, beside those of the model and the optimizer
     *("seed", "lr.schedule", "data.cross_document_attention", "data.mask_end_of_document"),
-    *("parallel.order", "parallel.schedule", "parallel.sequence_parallel"),
+    *(f"parallel.{name}" for name in ("order", "schedule", "sequence_parallel", "cp_comm", "cp_alltoall")),
     *(f"train.{name}" for name in ("label_smoothing", "z_loss", "recompute", "recompute_modules")),
 )
 FIXED: dict[str, Any] = {
@@ -47,16 +47,8 @@ LEAST_EPS = 1e-8  # a smaller one makes steps of rounding
 MOST = {"optimizer.lr": 1e-2, "optimizer.clip_grad": 0.05}  # small models have larger gradients
 
 
-class Shrunk(NamedTuple):
-    """`config` runs on `layout`, and `reference` is the same training on one process."""
-
-    config: Config
-    layout: ParallelLayout
-    reference: Config
-
-
 def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Config, int]:
-    """The config of the launcher's overrides and the world that it is verified on; UserError with all that is wrong.
+    """The config of the launcher's overrides and the size of the world; UserError with all that is wrong.
 
     The world is `world_size`, or `dp` times the ranks that the layout needs: by default 2 times, so that data
     parallelism is verified as well, where that is at most 8 ranks and is not refused.
@@ -69,20 +61,17 @@ def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Confi
         with suppress(UserError):
             return load_config(argv, 2 * world), 2 * world
     try:
-        config = load_config(argv, world)
+        return load_config(argv, world), world
     except UserError:
         if world_size is None:  # it follows the sizes: what is wrong in a world that all of them divide?
             roomy = lcm(world, *range(1, 13))
             load_config([*argv, f"train.global_batch_size={roomy}", "train.micro_batch_size=1"], roomy)
         raise
-    if world == 1:
-        rule, remedy = "one process is what layouts are compared to", "--dp 2, or parallel.tp=2 with a batch to suit"
-        raise UserError(Problem("world size", 1, rule, remedy))
-    return config, world
 
 
-def shrink(config: Config, world_size: int) -> Shrunk:
-    """`config` is checked and derived for `world_size` ranks; so is the small one."""
+def shrink(config: Config, world_size: int) -> tuple[Config, ParallelLayout, Config]:
+    """The small config, the layout that it runs on, and the same training on one process. `config` is checked and
+    derived for `world_size` ranks; so is the small one."""
     asked = layout_of(config, world_size)
     run = _smaller(config, asked)
     kept = [name for name in SETTINGS if name in KEPT or name.startswith(("model.", "optimizer."))]
@@ -96,7 +85,7 @@ def shrink(config: Config, world_size: int) -> Shrunk:
     problems = check(small, run.world_size)
     assert not problems, problems
     alone = replace(small, parallel=ParallelConfig(), optimizer=replace(small.optimizer, instances=1))
-    return Shrunk(derive(small, run.world_size), run, derive(alone))
+    return derive(small, run.world_size), run, derive(alone)
 
 
 def vocabulary_of(config: Config) -> int:
@@ -126,15 +115,13 @@ def _stages(config: Config, run: ParallelLayout) -> dict[str, Any]:
     even, moe = len(set(kept)) == 1, config.model.moe
     most = 2 * FEW if moe.first_dense_layers or moe.layer_freq > 1 else FEW  # some with experts and some without
     small = [min(max(1, kept[0]), most)] * stages if even else [sorted({0, *kept}).index(count) for count in kept]
-    recomputed = config.train.recompute_layers and max(1, sum(small) // 2)
-    layout = None if even else f"E{'|'.join('t' * count for count in small)}L"
     dense = min(moe.first_dense_layers, 1, sum(small) - 1)
     return {
         "model.num_layers": sum(small),
         "model.moe.first_dense_layers": dense,
         "model.moe.layer_freq": min(moe.layer_freq, 2, sum(small) - dense),
-        "parallel.pipeline_layout": layout,
-        "train.recompute_layers": recomputed,
+        "parallel.pipeline_layout": None if even else f"E{'|'.join('t' * count for count in small)}L",
+        "train.recompute_layers": config.train.recompute_layers and max(1, sum(small) // 2),
     }
 
 
@@ -147,9 +134,9 @@ def _model(config: Config, asked: ParallelLayout, run: ParallelLayout) -> dict[s
     hidden = 2 * width if wider > 0 else width // 2 if wider < 0 else width
     size, multiple = vocabulary_of(config), model.vocab_multiple
     rows = -(-size // multiple)  # in multiples
-    between = "allgather" if exchange.gathers else "ring"
-    comm = "alltoall" if exchange.ring == 1 else between
+    comm = "alltoall" if exchange.ring == 1 else "allgather" if exchange.gathers else "ring"
     return {
+        **({} if run.cp == asked.cp else {"parallel.cp_comm": comm, "parallel.cp_alltoall": None}),
         "model.hidden_size": hidden,
         "model.num_key_value_heads": 1 if run.tp < asked.tp > model.num_key_value_heads else model.num_key_value_heads,
         "model.head_size": head_size,
@@ -157,8 +144,6 @@ def _model(config: Config, asked: ParallelLayout, run: ParallelLayout) -> dict[s
         "model.moe.ffn_hidden_size": experts and min(experts, WIDE * lcm(run.tp, run.etp or 1)),
         "model.vocab_size": size - (rows - min(rows, 2 * run.tp + rows % run.tp)) * multiple,
         "model.init_std": model.init_std * sqrt(model.hidden_size / hidden),  # activations keep their size
-        "parallel.cp_comm": config.parallel.cp_comm if run.cp == asked.cp else comm if run.cp > 1 else "auto",
-        "parallel.cp_alltoall": config.parallel.cp_alltoall if run.cp == asked.cp else None,
     }
 
 

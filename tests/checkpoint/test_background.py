@@ -48,7 +48,7 @@ import os, sys, time
 from pathlib import Path
 import torch, torch.distributed as dist
 from megalite.checkpoint.store import BackgroundSaves
-from megalite.layout.groups import GroupNeeds
+from megalite.layout.ranks import GroupNeeds
 from megalite.layout.ranks import ParallelLayout
 from megalite.launch.context import ParallelContext
 from megalite.launch.startup import join

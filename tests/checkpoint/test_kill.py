@@ -23,7 +23,7 @@ from megalite.checkpoint.manifest import Piece
 from megalite.checkpoint.reading import newest
 from megalite.checkpoint.store import BackgroundSaves, Saved, save, write_file
 from megalite.launch.context import ParallelContext
-from megalite.layout.groups import GroupNeeds
+from megalite.layout.ranks import GroupNeeds
 from tests.checkpoint.samples import SINGLE, blank, cut, equal, no_report, values, whole
 from tests.ranks import run_ranks
 

@@ -9,7 +9,7 @@ import pytest
 from megalite.checkpoint import commit, store
 from megalite.checkpoint.store import BackgroundSaves, save
 from megalite.launch.context import ParallelContext
-from megalite.layout.groups import GroupNeeds
+from megalite.layout.ranks import GroupNeeds
 from tests.checkpoint.samples import cut, values
 from tests.ranks import run_ranks
 

@@ -1,6 +1,7 @@
 """Every recipe is complete: it passes all checks on the processes that it names. The command line has the last word."""
 
 import re
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import yaml  # type: ignore[import-untyped]
 from megalite.config.compose import load_config
 from megalite.config.overrides import CONF
 from megalite.config.settings import GROUPS, value_of
-from megalite.config.step_plan import batch_ramp
+from megalite.config.step_plan import planned_steps
 from megalite.model.parameters import gpt_parameters
 from tests.config.refusal import refusal, settings
 
@@ -64,7 +65,7 @@ def test_a_recipe_trains_what_its_head_says(recipe: Path) -> None:
     parameters, tokens, whole = SAID[recipe.stem]
     assert sum(record.numel for record in gpt_parameters(config.model)) == pytest.approx(parameters, rel=0.01)
     assert config.train.global_batch_size * config.train.seq_length == pytest.approx(tokens, rel=0.01)
-    samples = batch_ramp(config.train).samples_after(config.train.steps)
+    samples = next(islice(planned_steps(config.train, done=0, samples=0), config.train.steps, None)).first
     assert samples * config.train.seq_length == pytest.approx(whole, rel=0.01)
 
 

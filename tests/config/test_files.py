@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
+from megalite.commands import sweep
 from megalite.config import files
 from megalite.config.compose import load_config
 from megalite.config.files import STATUS, Kind, as_record, read_bytes, read_object, read_yaml, write_atomically
 from megalite.errors.problems import UserError
+from megalite.observe.report import page
 from tests.config.refusal import refusal, settings
 
 # As f4fa60b wrote them, but the pictures, which have a mark only since.
@@ -28,7 +30,8 @@ WRITTEN = {
     "COMPARISON": b'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n'
     b'<meta name="generator" content="megalite comparison"/>\n',
 }
-KINDS: dict[str, Kind] = {name: getattr(files, name) for name in WRITTEN}
+PLACES = (files, page, sweep)
+KINDS: dict[str, Kind] = {name: getattr(place, name) for name in WRITTEN for place in PLACES if name in vars(place)}
 FOREIGN = {
     "text": b"Call me Ishmael.\n",
     "binary": b"\x00\xff" * 3000,

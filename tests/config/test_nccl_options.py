@@ -8,8 +8,7 @@ import pytest
 
 from megalite.config.nccl_options import GROUPS, read_nccl_options
 from megalite.errors.problems import UserError
-from megalite.layout.groups import GroupNeeds, groups_of
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import GroupNeeds, ParallelLayout, groups_of
 
 MEGATRON = """
     dp_cp intra_dp_cp dp cp hcp mp tp pp embd pos_embd tp_dp_cp tp_dp tp_cp ep ep_tp tp_ep_mp tp_ep_pp ep_dp
@@ -34,7 +33,7 @@ def test_every_group_of_megatron_is_known_and_every_communicator_of_ours_has_one
     assert sorted(GROUPS) == sorted(MEGATRON.split())
     layout = ParallelLayout(tp=4, dp=4, pp=2, ep=2, etp=1)
     needs = GroupNeeds(kv_heads=2, optimizer_instances=2)
-    named = {spec.options for spec in groups_of(layout, 0, needs).values() if spec.name != "saving"}
+    named = {spec.name for spec in groups_of(layout, 0, needs).values() if spec.name != "saving"}
     assert named <= {ours for groups in GROUPS.values() for ours in groups}
 
 
@@ -47,8 +46,9 @@ def test_a_group_gets_the_keys_that_the_file_gives_it_and_no_others(read: Read) 
     pp: {}
     """
     every = {"cga_cluster_size": 0, "min_ctas": 1, "max_ctas": 32, "net_name": "ib", "is_high_priority_stream": True}
-    few = {"max_ctas": 8}
-    assert read(text) == {"tp": every, "kv-replicas": every, "dp-cp": few, "edp": few, "pp": {}}
+    few, none = {"max_ctas": 8}, dict[str, Any]()
+    groups = {"tp": every, "kv-replicas": every, "dp-cp": few, "edp": few, "pp-forward": none, "pp-backward": none}
+    assert read(text) == groups
 
 
 @pytest.mark.parametrize(

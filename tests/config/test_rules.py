@@ -8,9 +8,11 @@ import yaml  # type: ignore[import-untyped]
 
 from megalite.config.clashes import full_name
 from megalite.config.derive import derive
+from megalite.config.overrides import of_type
+from megalite.config.rule import outside
 from megalite.config.rules import check
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS, with_values
+from megalite.config.settings import SETTINGS, value_of, with_values
 from megalite.errors.problems import Problem
 
 YARN = "rope_scaling=yarn rope_scaling_factor=4 rope_original_positions=50"
@@ -242,11 +244,15 @@ def config_of(line: str) -> Config:
     """A config given as `name=value` words; without Hydra, which would take most of the time."""
     words = {full_name(word.partition("=")[0]): word.partition("=")[2] for word in shlex.split(line)}
     plain = {name: yaml.safe_load(value) if value else value for name, value in words.items()}
-    return with_values(Config(), {name: SETTINGS[name].typed(value) for name, value in plain.items()})
+    return with_values(Config(), {name: of_type(SETTINGS[name], value) for name, value in plain.items()})
 
 
 def problems_of(line: str, world_size: int) -> list[Problem]:
-    return check(config_of(line), world_size)
+    """What a setting does not allow by itself, as when it is read, or else what the rules find."""
+    config = config_of(line)
+    values = ((setting, value_of(config, name)) for name, setting in SETTINGS.items())
+    alone = (outside(setting, value) for setting, value in values if value is not None)
+    return [*filter(None, alone)] or check(config, world_size)
 
 
 def follow(line: str, world_size: int, problem: Problem) -> int:

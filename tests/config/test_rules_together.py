@@ -17,16 +17,15 @@ from megalite.config.clashes import full_name
 from megalite.config.compose import load_config
 from megalite.config.derive import derive, schedule_request
 from megalite.config.layout import exchange_of
-from megalite.config.rules import check
-from megalite.config.schedule_rules import ScheduleRequest, schedule_flaws
+from megalite.config.rules import check, schedule_flaws
+from megalite.config.schedule_request import ScheduleRequest
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from megalite.config.settings import SETTINGS, with_values
-from megalite.config.step_plan import batch_ramp
+from megalite.config.step_plan import batch_sizes
 from megalite.launch.context import CPU
 from megalite.launch.environment import ProcessEnvironment
-from megalite.layout.groups import groups_of
 from megalite.layout.parameters import shard_of
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import ParallelLayout, groups_of
 from megalite.model.parameters import gpt_parameters
 from megalite.pipeline.schedules import SCHEDULES, build_schedule
 from megalite.train.build import device_problems, needs_of
@@ -200,10 +199,10 @@ def test_a_micro_batch_size_that_nobody_sets_suits_every_batch(
     assert check(derived, world_size) == []
     request = schedule_request(derived, world_size)
     sequences = derived.train.global_batch_size // request.microbatches
-    for size in batch_ramp(derived.train).sizes:
+    for size in batch_sizes(derived.train):
         assert size % sequences == 0
         without = with_values(derived, {"train.batch_ramp": None, "train.global_batch_size": size})
-        build_schedule(schedule_request(without, world_size))
+        assert not [*schedule_flaws(schedule_request(without, world_size))]
     assert request.group_size is None, "each number of microbatches has a group of its own"
 
 

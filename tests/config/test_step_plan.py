@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config.schema import TrainConfig
-from megalite.config.step_plan import BatchRamp, PlannedStep, batch_ramp, planned_steps, ramp_flaw
+from megalite.config.step_plan import PlannedStep, batch_sizes, planned_steps, ramp_flaw
 
 
 def plan(train: TrainConfig, steps: int, *, done: int = 0, samples: int = 0) -> list[PlannedStep]:
@@ -39,15 +39,7 @@ def test_a_batch_is_as_large_as_megatrons_at_the_same_sample(train: TrainConfig,
     full = train.global_batch_size
     for_each_increment = Fraction(samples, (full - start) // increment)
     size = full if first > samples else start + int(first / for_each_increment) * increment
-    assert batch_ramp(train).size(first) == size
-
-
-@given(ramps(), st.integers(0, 100), st.integers(0, 100))
-def test_the_sample_behind_some_batches_needs_no_walk(train: TrainConfig, before: int, batches: int) -> None:
-    steps = plan(train, before + batches + 1)
-    ramp = batch_ramp(train)
-    assert ramp.samples_after(batches, steps[before].first) == steps[before + batches].first
-    assert BatchRamp(range(5, 6)).samples_after(batches, 3) == 3 + 5 * batches
+    assert plan(train, 1, samples=first)[0].sequences == size
 
 
 @given(ramps(), st.integers(1, 60))
@@ -67,5 +59,5 @@ def test_a_step_that_is_passed_over_consumes_its_samples() -> None:
 
 def test_numbers_that_are_no_ramp_have_no_sizes_but_the_full_one() -> None:
     train = TrainConfig(global_batch_size=8, batch_ramp=[3, 2, 30])
-    assert list(batch_ramp(train).sizes) == [8]
+    assert list(batch_sizes(train)) == [8]
     assert "must lead from 3" in str(ramp_flaw(train))

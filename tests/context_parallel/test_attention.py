@@ -18,8 +18,7 @@ from megalite.kernels import attention_tile
 from megalite.kernels.attention_mask import AttentionMask
 from megalite.launch.context import ParallelContext
 from megalite.layout import sequence
-from megalite.layout.groups import GroupNeeds
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import GroupNeeds, ParallelLayout
 from megalite.layout.sequence import AttentionPlan, CpShard, causal_plan, document_plan, starts_of
 from megalite.tensor_parallel.collectives import TensorGroup
 from tests.ranks import run_ranks

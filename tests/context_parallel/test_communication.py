@@ -18,8 +18,7 @@ from megalite.config.schema import Config
 from megalite.context_parallel import exchange as exchange_module
 from megalite.context_parallel.attention import context_attention
 from megalite.launch.context import ParallelContext, pauses
-from megalite.layout.groups import GroupNeeds
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import GroupNeeds, ParallelLayout
 from megalite.tensor_parallel.collectives import TensorGroup
 from tests.context_parallel.test_attention import share_of, whole_attention
 from tests.ranks import run_ranks

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megalite.config.schema import Config
-from megalite.config.step_plan import PlannedStep, batch_ramp, planned_steps
+from megalite.config.step_plan import PlannedStep, planned_steps
 from megalite.data.batch import Batch
 from megalite.data.batches import DataShare, local_batches, train_batches, validation_batches
 from megalite.data.open import OpenedData, open_data
@@ -39,7 +39,7 @@ def steps_of(config: Config) -> Iterator[PlannedStep]:
 def stream(
     data: OpenedData, config: Config, steps: int, *, rank: int = 0, size: int = 1, start: int = 0
 ) -> list[Batch]:
-    plan = planned_steps(config.train, done=start, samples=batch_ramp(config.train).samples_after(start))
+    plan = islice(steps_of(config), start, None)
     with train_batches(data.train, config, plan, CPU, DataShare(rank, size)) as batches:
         return [batch for _ in range(steps) for batch in next(batches).microbatches]
 

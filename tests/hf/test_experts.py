@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,8 @@ import transformers
 from torch import Tensor
 
 from megalite.config.compose import load_config
-from megalite.config.model_folder import settings_of
 from megalite.config.schema import ModelConfig, MoEConfig
+from megalite.config.settings import leaves
 from megalite.errors.problems import UserError
 from megalite.hf.export import export_model, family_of
 from megalite.hf.families import FAMILIES
@@ -34,7 +35,7 @@ SMALL_QWEN |= {"moe_intermediate_size": 28, "num_hidden_layers": 6}
 )
 def test_a_published_config_is_the_preset_of_its_name(published: Any, preset: str) -> None:
     words = [f"model={preset}", f"model.vocab_size={published.vocab_size}", "train.seq_length=8"]
-    family, ours = FAMILIES[published.model_type], settings_of(load_config(words, 1).model)
+    family, ours = FAMILIES[published.model_type], leaves(asdict(load_config(words, 1).model))
     assert differences(family.settings(published.to_dict()), ours) == {}
     assert family.other_settings(ours) == {}
 
@@ -55,7 +56,7 @@ def test_layers_with_experts_are_found_and_said_again(said: dict[str, Any], firs
     settings = FAMILIES["qwen3_moe"].settings(SMALL_QWEN | said)
     assert (settings["moe.first_dense_layers"], settings["moe.layer_freq"]) == (first, step)
     moe = MoEConfig(8, 2, 28, first_dense_layers=first, layer_freq=step)
-    assert FAMILIES["qwen3_moe"].other_settings(settings_of(small("qwen3", num_layers=6, moe=moe))) == {}
+    assert FAMILIES["qwen3_moe"].other_settings(leaves(asdict(small("qwen3", num_layers=6, moe=moe)))) == {}
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_what_makes_no_other_model_is_not_compared(changes: Any, named: Any, fam
 
 
 def test_the_weight_of_one_expert_is_its_probability() -> None:
-    ours = settings_of(small("mixtral", moe=MoEConfig(4, 1, 20, pre_softmax=True)))
+    ours = leaves(asdict(small("mixtral", moe=MoEConfig(4, 1, 20, pre_softmax=True))))
     assert FAMILIES["mixtral"].other_settings(ours) == {"moe.pre_softmax": False}
 
 

@@ -1,5 +1,6 @@
 """Scaled rotary positions are those of transformers, and its config.json says the same as our settings."""
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -7,8 +8,8 @@ import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megalite.config.model_folder import settings_of
 from megalite.config.schema import ModelConfig
+from megalite.config.settings import leaves
 from megalite.hf.families import FAMILIES
 from megalite.model.rotary import rotary_frequencies, rotary_magnitude
 from tests.model.small import small
@@ -37,7 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def theirs(config: ModelConfig) -> Any:
     """The configuration that transformers makes of ours."""
-    keys = LLAMA.describe(settings_of(config)) | {"max_position_embeddings": 2**31}
+    keys = LLAMA.describe(leaves(asdict(config))) | {"max_position_embeddings": 2**31}
     return transformers.LlamaConfig(**{key: value for key, value in keys.items() if key != "model_type"})
 
 
@@ -68,7 +69,7 @@ def yarn_file(**keys: Any) -> dict[str, Any]:
     """config.json of a Llama with these `rope_parameters`; None: without that key."""
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 1024, **keys}
     rope = {key: value for key, value in rope.items() if value is not None}
-    return LLAMA.describe(settings_of(small())) | {"max_position_embeddings": 8192, "rope_parameters": rope}
+    return LLAMA.describe(leaves(asdict(small()))) | {"max_position_embeddings": 8192, "rope_parameters": rope}
 
 
 @pytest.mark.parametrize(

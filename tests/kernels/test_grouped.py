@@ -9,7 +9,7 @@ from megalite.config.schema import MoEConfig
 from megalite.kernels import grouped
 from megalite.kernels.grouped import RowGroups, add_grouped_transposed_products, grouped_product, row_multiple
 from megalite.moe.dispatch import ExpertRanks
-from megalite.moe.experts import ExpertMatrix, Experts
+from megalite.moe.experts import Experts
 from megalite.tensor_parallel.layers import TpContext
 from tests.kernels import plain_expert_rows
 
@@ -91,9 +91,8 @@ def test_rows_of_no_expert_give_zeros_and_have_no_gradient(
     """Where the host does not know their number, only their weights have a gradient that anybody reads."""
     dtype, config = torch.bfloat16, MoEConfig(num_experts=4)
     experts = Experts(config, H, ("up", (WIDTH,)), F.gelu, ExpertRanks(), TpContext(dtype, device))
-    matrices = [one for one in experts.children() if isinstance(one, ExpertMatrix)]
-    for matrix in matrices:
-        matrix.weight.data.copy_(drawn(*matrix.weight.shape, dtype=dtype, device=device))
+    for weight in experts.parameters():
+        weight.data.copy_(drawn(*weight.shape, dtype=dtype, device=device))
     rows = drawn(ROWS, H, dtype=dtype, device=device).requires_grad_()
     weights = torch.ones(ROWS, device=device, requires_grad=True)
     groups = RowGroups(torch.tensor(counts, device=device), counts if on_host else None)
@@ -103,9 +102,9 @@ def test_rows_of_no_expert_give_zeros_and_have_no_gradient(
         assert one is not None
         read = ROWS if on_host or one is weights.grad else sum(counts)
         assert one.view(ROWS, -1).any(1).tolist()[:read] == [row < sum(counts) for row in range(read)]
-    for matrix in matrices:
-        assert matrix.weight.grad is not None
-        of_group = matrix.weight.grad.flatten(1)
+    for weight in experts.parameters():
+        assert weight.grad is not None
+        of_group = weight.grad.flatten(1)
         assert bool(of_group.isfinite().all())
         assert of_group.any(1).tolist() == [count > 0 for count in counts]
 

@@ -13,8 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megalite.launch.context import ParallelContext
 from megalite.launch.startup import join, make_groups
-from megalite.layout.groups import GroupNeeds, GroupSpec, all_groups, groups_of
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import GroupNeeds, GroupSpec, ParallelLayout, all_groups, groups_of
 from tests.ranks import run_ranks
 
 FOLDED = ParallelLayout(tp=2, cp=2, pp=2, etp=1, ep=4)
@@ -119,7 +118,8 @@ def test_nccl_options_reach_their_groups_and_keep_them_apart(monkeypatch: pytest
     monkeypatch.setattr(dist, "new_group", record)
     nccl = SimpleNamespace(Options=lambda: SimpleNamespace(config=SimpleNamespace()))  # where torch has none
     monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
-    options = {"dp-cp": {"max_ctas": 8, "is_high_priority_stream": True}, "pp": {"is_high_priority_stream": True}}
+    first = {"is_high_priority_stream": True}
+    options = {"dp-cp": {"max_ctas": 8, **first}, "pp-forward": first, "pp-backward": first}
     specs = all_groups(ParallelLayout(tp=2, dp=2, pp=2), GroupNeeds(background_saving=True))
     groups = make_groups(specs, 0, torch.device("cuda", 0), dist.default_pg_timeout, options)
     by_name = {arguments["group_desc"]: arguments for arguments in made}

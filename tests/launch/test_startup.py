@@ -23,7 +23,7 @@ from megalite.launch import context, startup, watchdog
 from megalite.launch.context import CPU, ParallelContext
 from megalite.launch.environment import ProcessEnvironment
 from megalite.launch.startup import RankInfo, find_problems, meet
-from megalite.layout.groups import GroupNeeds
+from megalite.layout.ranks import GroupNeeds
 from megalite.train.build import needs_of, open_context
 from tests.bad_input.launching import free_port
 from tests.ranks import run_ranks

@@ -18,7 +18,6 @@ from megalite.layout.buffer_layout import (
     ALIGNMENT,
     Bucket,
     BufferLayout,
-    BufferName,
     BufferSlot,
     OwnedRange,
     buffer_layout,
@@ -64,7 +63,7 @@ class Case:
         found = [layout.owned(index % self.shards, index % self.expert_shards) for index in range(ranks)]
         shards = {"dense": self.shards, "expert": self.expert_shards}
         return [
-            tuple(each for each in owned if rank < shards[layout.buckets[each.bucket].buffer.kind])
+            tuple(each for each in owned if rank < shards[layout.buckets[each.bucket].kind])
             for rank, owned in enumerate(found)
         ]
 
@@ -121,6 +120,11 @@ def cases(draw: st.DrawFn, *, ownership: str | None = None) -> Case:
     )
 
 
+def alike(bucket: Bucket) -> tuple[str, str, bool]:
+    """What the parameters of a bucket share."""
+    return bucket.precision, bucket.kind, bucket.whole
+
+
 def names(bucket: Bucket) -> list[str]:
     return [slot.record.name for slot in bucket.slots]
 
@@ -158,7 +162,7 @@ def test_every_parameter_has_an_aligned_place_in_one_bucket_of_equal_aligned_sli
     for layout in case.layouts():
         assert sorted(slot.record.name for slot in slots(layout)) == sorted(record.name for record in case.records)
         for bucket in layout.buckets:
-            assert bucket.shards == (case.shards if bucket.buffer.kind == "dense" else case.expert_shards)
+            assert bucket.shards == (case.shards if bucket.kind == "dense" else case.expert_shards)
             assert bucket.slice_size * bucket.shards == bucket.size
             assert bucket.slice_size % ALIGNMENT == 0
             assert all(slot.start % ALIGNMENT == 0 and slot.stop <= bucket.size for slot in bucket.slots)
@@ -166,7 +170,7 @@ def test_every_parameter_has_an_aligned_place_in_one_bucket_of_equal_aligned_sli
             for slot in bucket.slots:
                 kind: Literal["expert", "dense"] = "expert" if slot.record.of_experts else "dense"
                 whole = case.ownership == "whole" and slot.record.stacked is not None
-                assert bucket.buffer == BufferName(slot.record.precision, kind, whole)
+                assert alike(bucket) == (slot.record.precision, kind, whole)
 
 
 @given(cases(ownership="even"))
@@ -174,8 +178,8 @@ def test_every_parameter_has_an_aligned_place_in_one_bucket_of_equal_aligned_sli
 def test_backward_completes_buffers_from_start_to_end_and_buckets_in_their_order(case: Case) -> None:
     layout = case.layout()
     backward = [record.name for record in reversed(case.records)]
-    for name in {bucket.buffer for bucket in layout.buckets}:
-        stored = [each for bucket in layout.buckets if bucket.buffer == name for each in names(bucket)]
+    for buffer in {alike(bucket) for bucket in layout.buckets}:
+        stored = [each for bucket in layout.buckets if alike(bucket) == buffer for each in names(bucket)]
         assert stored == [each for each in backward if each in stored]
     completed = [max(backward.index(name) for name in names(bucket)) for bucket in layout.buckets]
     assert completed == sorted(completed)
@@ -198,6 +202,8 @@ def test_every_element_has_one_owner_and_its_ranges_show_the_same_elements(case:
                 name = each.slot.record.name
                 assert mine == values[name][each.in_parameter.start : each.in_parameter.stop].tolist()
                 assert len(mine) == len(each.in_parameter) == len(each.in_slice) > 0
+                local = np.arange(prod(each.slot.shard.shape)).reshape(each.slot.shard.shape)[each.box.local].ravel()
+                assert local[each.in_box.start : each.in_box.stop].tolist() == [*each.in_parameter]
                 seen[name] += mine
         assert {name: sorted(numbers) for name, numbers in seen.items()} == {
             name: value.tolist() for name, value in values.items()
@@ -209,8 +215,9 @@ def test_every_element_has_one_owner_and_its_ranges_show_the_same_elements(case:
 
 def neighbours(layout: BufferLayout) -> Iterator[tuple[Bucket, Bucket]]:
     """Each bucket and the next one of its buffer; tables of the vocabulary left out."""
-    for name in {bucket.buffer for bucket in layout.buckets}:
-        yield from pairwise([one for one in layout.buckets if one.buffer == name and not is_table(one.slots[0].record)])
+    for buffer in {alike(bucket) for bucket in layout.buckets}:
+        of_buffer = [one for one in layout.buckets if alike(one) == buffer]
+        yield from pairwise([one for one in of_buffer if not is_table(one.slots[0].record)])
 
 
 def test_buckets_of_gpt2_end_at_blocks_and_are_as_large_as_ranks_are_many() -> None:
@@ -255,7 +262,7 @@ def test_with_whole_ownership_each_matrix_has_one_owner_and_all_else_is_cut_even
                     matrix = prod(shape)
                 for at in {each.in_parameter.start // matrix, (each.in_parameter.stop - 1) // matrix}:
                     assert owners.setdefault((each.slot.record.name, at), rank) == rank
-        for bucket in (bucket for bucket in layout.buckets if not bucket.buffer.whole):
+        for bucket in (bucket for bucket in layout.buckets if not bucket.whole):
             content = sum(padded(slot.record, layout) for slot in bucket.slots)
             assert bucket.size - content < ALIGNMENT * bucket.shards
 
@@ -265,7 +272,7 @@ def test_with_whole_ownership_each_matrix_has_one_owner_and_all_else_is_cut_even
 def test_whole_ownership_pads_no_more_than_a_fifth_where_a_buffer_has_several_buckets(case: Case) -> None:
     layout = case.layout()
     for one, other in neighbours(layout):
-        for bucket in (bucket for bucket in (one, other) if bucket.buffer.whole):
+        for bucket in (bucket for bucket in (one, other) if bucket.whole):
             assert 5 * sum(padded(slot.record, layout) for slot in bucket.slots) >= 4 * (bucket.size)
 
 
@@ -287,7 +294,7 @@ def test_whole_matrices_of_real_models_take_little_padding(
     assert time.process_time() - begin < 1
     filled = sum(prod(slot.shard.shape) for slot in slots(layout))
     assert 1 - filled / sum(bucket.size for bucket in layout.buckets) < most
-    assert sum(bucket.buffer.whole for bucket in layout.buckets) >= buckets
+    assert sum(bucket.whole for bucket in layout.buckets) >= buckets
 
 
 # --- the same on all ranks ---------------------------------------------------------------------------------------

@@ -7,8 +7,7 @@ from math import gcd
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megalite.layout.groups import GroupNeeds, all_groups, groups_of
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import GroupNeeds, ParallelLayout, all_groups, groups_of
 from tests.layout.test_ranks import layouts
 
 CUBE = ParallelLayout(tp=2, cp=2, dp=2, pp=2, etp=1, ep=4)

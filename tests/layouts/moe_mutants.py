@@ -13,6 +13,7 @@ from megalite.model.gpt import Routers
 from megalite.moe import balance as balance_module
 from megalite.moe import dispatch as dispatch_module
 from megalite.moe import layer as layer_module
+from megalite.moe.balance import AddToLoss
 from megalite.moe.experts import Experts
 from megalite.moe.rows import Rows
 from megalite.optim import gradients as gradients_module
@@ -60,7 +61,7 @@ def expert_gradients_divided_by_ep(context: ParallelContext, config: Config) -> 
     def and_divide(self: GradientSync) -> None:
         finish(self)
         for bucket, gradients in zip(self._buffers.layout.buckets, self._buffers.gradients, strict=True):
-            if bucket.buffer.kind == "expert":
+            if bucket.kind == "expert":
                 gradients /= context.layout.ep
 
     GradientSync.finish = and_divide  # type: ignore[method-assign]
@@ -94,8 +95,8 @@ def router_losses_divided_by_dp(context: ParallelContext, config: Config) -> Non
 
 
 def _with_router_losses(factor: float, context: ParallelContext, config: Config) -> None:
-    add = layer_module.add_to_loss
-    layer_module.add_to_loss = lambda x, loss: add(x, loss * factor)
+    add = AddToLoss.apply
+    AddToLoss.apply = lambda x, loss: add(x, loss * factor)  # type: ignore[method-assign]
 
 
 def no_gradient_of_the_weights(context: ParallelContext, config: Config) -> None:

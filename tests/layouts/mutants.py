@@ -52,7 +52,7 @@ def _gather_rows_by(gather: Callable[[Tensor, TensorGroup], Tensor]) -> None:
     """For row-parallel layers without bias, under sequence parallelism; the embedding's sum stays as it is."""
 
     def forward(self: RowParallelLinear, x: Tensor) -> Tensor:
-        y = layers_module.linear(x, self.weight, main_grad=self.main_grads.get("weight"))
+        y = layers_module.linear(x, self.weight, main_grad=layers_module.main_grad_of(self.weight))
         return mappings._map(y, mappings._reduce_scatter, gather, self.place.tp)
 
     RowParallelLinear.forward = forward  # type: ignore[method-assign]

@@ -173,7 +173,7 @@ def refused(context: ParallelContext, config: Config, number: int) -> list[tuple
 
     if context.rank == number:
         SampleSource.read = unreadable  # type: ignore[method-assign]
-    plan, share = planned_steps(config.train, done=0, samples=0), data_share(config, context)
+    plan, share = planned_steps(config.train, done=0, samples=0), data_share(context)
     with train_batches(data.train, config, plan, context.device, share) as batches:
         found = [
             step(each.microbatches, each.local_tokens, 1e-3, refused=bool(each.problems)).read()

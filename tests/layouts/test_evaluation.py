@@ -33,7 +33,7 @@ def figures_of(context: ParallelContext, config: Config) -> ValidationMetrics:
     training = build_training(config, context)
     fill_with_start_values(training.buffers, config, context)
     assert data.validation is not None
-    share = data_share(config, context)
+    share = data_share(context)
     batches = validation_batches(data.validation, config, context.device, share)
     return evaluate(training, context, batches, data.bytes_of_ids)
 

@@ -15,7 +15,7 @@ from megalite.checkpoint.store import save
 from megalite.config.derive import derive, derive_vocabulary
 from megalite.config.schema import Config, MoEConfig
 from megalite.config.settings import as_plain
-from megalite.config.step_plan import batch_ramp, planned_steps
+from megalite.config.step_plan import planned_steps
 from megalite.data.batches import train_batches, validation_batches
 from megalite.data.open import open_data
 from megalite.launch.context import ParallelContext
@@ -110,8 +110,7 @@ def train(
         training.cast_and_gather_params()
         done = found.step
     step = TrainStep(training, config.optimizer, context)
-    samples = batch_ramp(config.train).samples_after(done)
-    plan, share = planned_steps(config.train, done=done, samples=samples), data_share(config, context)
+    plan, share = islice(planned_steps(config.train, done=0, samples=0), done, None), data_share(context)
     figures, gradients = [], []
     with train_batches(data.train, config, plan, context.device, share) as batches:
         for batch in islice(batches, steps):

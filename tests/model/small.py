@@ -1,13 +1,16 @@
 """Small models and batches that the tests of this folder share."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from megalite.config.derive import derive_model
 from megalite.config.schema import Config, ModelConfig, ParallelConfig, TrainConfig
 from megalite.data.batch import Batch, whole_batch
+from megalite.kernels.embed import set_main_grad
 from megalite.layout.parameters import shard
 from megalite.layout.stages import StageLayers
 from megalite.model.gpt import GPT
@@ -91,6 +94,19 @@ def gpt(
     parallel = ParallelConfig(sequence_parallel=sequence_parallel)
     config = Config(model=model, seed=seed, train=TrainConfig(compile=compile, **train), parallel=parallel)
     return GPT(config, dtype=dtype, device=device, stage=stage, tp=tp)
+
+
+def set_main_grads(module: nn.Module, main_grads: Mapping[str, Tensor]) -> None:
+    """Give the parameters of these names main gradients, of their shape."""
+    for name, main_grad in main_grads.items():
+        set_main_grad(module.get_parameter(name), main_grad, name)
+
+
+def zero_main_grads(module: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """New main gradients of all parameters, which have them from now on."""
+    main_grads = {name: torch.zeros_like(own.detach(), dtype=dtype) for name, own in module.named_parameters()}
+    set_main_grads(module, main_grads)
+    return main_grads
 
 
 def perturbed(config: ModelConfig, *, dtype: torch.dtype = torch.float64, **settings: Any) -> GPT:

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.flop_counter import FlopCounterMode
 
-from megalite.kernels.attention import attention, attention_by_rows
+from megalite.kernels.attention import attention
 from megalite.kernels.attention_mask import BLOCK, MAX_ROWS, AttentionMask, DocumentRows, block_mask, dense_mask
 from megalite.kernels.dropout import DropoutStreams, hash_dropout
 from megalite.model.attention import Attention, BlockInputs, attention_backends, attention_mask
@@ -124,7 +124,7 @@ def test_work_falls_with_the_documents() -> None:
     def flops(lengths: list[int]) -> int:
         mask = DocumentRows.of(packed((lengths, lengths)))
         with FlopCounterMode(display=False) as counter:
-            attention_by_rows(*parts, mask).sum().backward()
+            attention(*parts, AttentionMask(mask)).sum().backward()
         return counter.get_total_flops()
 
     assert flops([256] * 4) / flops([1024]) == 12 / 36

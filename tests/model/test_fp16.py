@@ -12,7 +12,7 @@ from megalite.config.schema import ModelConfig
 from megalite.data.batch import Batch
 from megalite.model.init import fill, start_values
 from megalite.model.parameters import gpt_parameters
-from tests.model.small import ALL_DROPOUTS, FAMILIES, gpt, random_batch, small
+from tests.model.small import ALL_DROPOUTS, FAMILIES, gpt, random_batch, small, zero_main_grads
 
 SCALE = 65536.0  # optimizer.initial_loss_scale
 GLOBAL_TOKENS = 2**20  # of a step, most of them on other ranks and in other microbatches
@@ -31,9 +31,7 @@ def gradients_of(
     """Loss and gradients of a microbatch at the start values, divided by the loss scale, in fp64."""
     model = gpt(config, dtype=dtype, **settings)
     fill(model, start_values(gpt_parameters(config), seed=7))
-    names = model.main_grad_parameters
-    found = {name: torch.zeros(model.get_parameter(name).shape) for name in names}
-    model.set_main_grads(found)
+    found = zero_main_grads(model, torch.float32)
     loss = model.loss(batch, torch.tensor(loss_scale / GLOBAL_TOKENS))
     loss.backward()
     found |= {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}

@@ -14,8 +14,8 @@ from megalite.kernels.dropout import DropoutStreams
 from megalite.model.attention import BlockInputs
 from megalite.model.block import Block
 from megalite.model.recompute import Recompute
-from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TpContext
-from tests.model.small import CPU, FAMILIES, small
+from megalite.tensor_parallel.layers import TpContext
+from tests.model.small import CPU, FAMILIES, small, zero_main_grads
 from tests.tensor_parallel.live_bytes import LiveBytes
 
 S, B, HEADS, D = 32, 2, 4, 8
@@ -34,11 +34,7 @@ class Case:
         generator = torch.Generator().manual_seed(0)
         for parameter in self.block.parameters():
             nn.init.normal_(parameter, std=0.3, generator=generator)
-        self.main_grads = []
-        for layer in self.block.modules():
-            if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
-                layer.main_grads["weight"] = torch.zeros_like(layer.weight, requires_grad=False).flatten(0, -2)
-                self.main_grads.append(layer.main_grads["weight"])
+        self.main_grads = [*zero_main_grads(self.block).values()]
         streams = DropoutStreams(1, [(0, "attention"), (0, "mlp"), (0, "probabilities")], CPU)
         samples, places = torch.arange(B), torch.arange(S)
         keys = streams.keys(samples, places, H)

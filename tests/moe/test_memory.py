@@ -16,12 +16,12 @@ from megalite.kernels import attention
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.moe.dispatch import ExpertRanks
-from megalite.moe.experts import ExpertMatrix, Experts
+from megalite.moe.experts import Experts
 from megalite.moe.layer import MoELayer
 from megalite.moe.router import Router
 from megalite.tensor_parallel.layers import TpContext
 from megalite.train.build import build_training, derive_device
-from tests.model.small import random_batch, training_config
+from tests.model.small import random_batch, training_config, zero_main_grads
 from tests.moe.loop import masks_of
 from tests.optim.allocations import allocations_of
 from tests.pipeline.stages import started
@@ -148,12 +148,9 @@ def peaks_of_a_layer(context: ParallelContext, dispatcher: str, width: int) -> t
     weights = torch.Generator().manual_seed(0)
     for parameter in layer.parameters():
         parameter.data.normal_(generator=weights)
-    matrices = [one for one in experts.modules() if isinstance(one, ExpertMatrix)]
-    for matrix in matrices:
-        matrix.main_grads["weight"] = torch.zeros_like(matrix.weight, dtype=torch.float32)
+    main_grads = zero_main_grads(experts, torch.float32).values()
     x = torch.randn(S, B, H, generator=torch.Generator().manual_seed(context.rank)).to(context.dtype).requires_grad_()
     masks, y_grad = masks_of(torch.ones(B, S, dtype=torch.bool), torch.ones(())), torch.ones_like(x)
-    main_grads = [total for matrix in matrices for total in matrix.main_grads.values()]
     turns = []
     for _ in range(TURNS):
         x.grad, live = None, LiveBytes([*layer.parameters(), *main_grads, x, y_grad])

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from megalite.config.activations import ACTIVATIONS
@@ -18,6 +17,7 @@ from megalite.moe.layer import MoELayer
 from megalite.moe.router import Router
 from megalite.tensor_parallel.layers import TpContext
 from tests.kernels import plain_expert_rows
+from tests.model.small import zero_main_grads
 from tests.moe.loop import masks_of
 
 HIDDEN, WIDTH, SEQUENCE, BATCH = 16, 24, 8, 3
@@ -38,9 +38,7 @@ def step_of(settings: dict[str, Any], dtype: torch.dtype, device: torch.device, 
     generator = torch.Generator(device).manual_seed(0)
     for parameter in layer.parameters():
         parameter.data.normal_(generator=generator)
-    for matrix in (experts.gate_up, experts.down):
-        assert isinstance(matrix.weight, Tensor)
-        matrix.main_grads["weight"] = torch.zeros_like(matrix.weight, dtype=torch.float32)
+    zero_main_grads(experts, torch.float32)
     x = torch.randn(SEQUENCE, BATCH, HIDDEN, dtype=dtype, device=device, requires_grad=True, generator=generator)
     mask = torch.ones(BATCH, SEQUENCE, dtype=torch.bool, device=device)
     mask.select(0, 1).fill_(False)

@@ -166,6 +166,7 @@ def test_every_line_is_flushed_and_a_closed_pipe_ends_no_run() -> None:
     reader, writer = os.pipe()
     stream = os.fdopen(writer, "w", buffering=8192, encoding="utf-8")
     terminal = Terminal(stream)
+    terminal.follow(a_run(), "")
     terminal.print("first")
     assert os.read(reader, 100) == b"first\n"
     os.close(reader)

@@ -25,7 +25,7 @@ class Collector:
         self.seen: list[Any] = []
 
     def __call__(self) -> Tracker:
-        return Tracker(self.add, "send --rest")
+        return self.add, "send --rest"
 
     def add(self, line: Mapping[str, Any]) -> None:
         if self.gate is not None:
@@ -97,13 +97,13 @@ def test_a_tracker_that_hangs_holds_nothing_up_and_still_learns_of_the_end(
 def test_tensorboard_holds_every_number_and_samples_as_they_are(tmp_path: Path) -> None:
     """A resume replaces the steps after its checkpoint."""
     for step, loss in ((0, 1.0), (2, 2.0)):
-        show = open_tensorboard(tmp_path, step).show
+        show, _ = open_tensorboard(tmp_path, step)
         for number in range(step + 1, 5):
             show({"step": number, "loss": loss, "mfu": None, "time_split": {"data": 0.5}})
         show({"step": 4, "kind": "checkpoint", "bytes": 3})
         show(END)
     for record in (SAMPLE, END):
-        open_tensorboard(tmp_path, 4).show(record)
+        open_tensorboard(tmp_path, 4)[0](record)
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 1), (2, 1), (3, 2), (4, 2)]

@@ -24,9 +24,8 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES
 from megalite.launch.startup import join
 from megalite.layout.buffer_layout import buffer_layout
-from megalite.layout.groups import GroupNeeds
 from megalite.layout.parameters import ParameterRecord
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import GroupNeeds, ParallelLayout
 from megalite.optim import adamw, zero
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.optimizer import slices_of

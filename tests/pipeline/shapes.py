@@ -2,7 +2,8 @@
 
 from hypothesis import strategies as st
 
-from megalite.config.schedule_rules import ScheduleRequest, schedule_flaws
+from megalite.config.rules import schedule_flaws
+from megalite.config.schedule_request import ScheduleRequest
 from megalite.pipeline.actions import Schedule, parse_action
 from megalite.pipeline.schedules import build_schedule, forward_only
 

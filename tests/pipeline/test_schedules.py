@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.config.schedule_rules import ScheduleRequest, schedule_flaws
+from megalite.config.rules import schedule_flaws
+from megalite.config.schedule_request import ScheduleRequest
 from megalite.pipeline.actions import Schedule, parse_action
 from megalite.pipeline.schedules import forward_only
 from megalite.plan.timeline import in_flight

@@ -81,7 +81,7 @@ SHAPES = [
 @pytest.mark.parametrize("table", SHAPES, ids=lambda table: f"{table.name}-{table.microbatches}")
 def test_the_order_of_transfers_costs_nothing_or_with_uneven_stages_two_percent(table: Schedule) -> None:
     """Of forward passes alone, in evaluation, 3.3 %."""
-    equal = equal_durations(table, 1, 1, 1)
+    equal = equal_durations(table)
     assert end(rehearse(instructions(table), equal, transfer=0.125)[0]) == end(simulate(table, equal, transfer=0.125))
     uneven = {
         (rank, chunk, kind): time * (1 + 0.2 * ((7 * rank + 3 * chunk) % 5 - 2) / 2)  # up to 20% more or less

@@ -10,8 +10,7 @@ from megalite.commands import plan
 from megalite.config.schema import MoEConfig
 from megalite.launch.context import ParallelContext
 from megalite.layout.buffer_layout import BufferLayout, OwnedRange
-from megalite.layout.groups import GroupNeeds
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import GroupNeeds, ParallelLayout
 from megalite.optim.rank_buffers import rank_buffers
 from tests.optim.small_model import small_config
 from tests.ranks import run_ranks
@@ -55,7 +54,7 @@ def test_every_rank_has_the_buffers_that_training_gives_it(world: ParallelLayout
     needs = GroupNeeds(optimizer_instances=config.optimizer.instances)
     for rank, found in enumerate(run_ranks(laid_out, world.world_size, sections, layout=world, needs=needs)):
         buffers = rank_buffers(config, world, rank)
-        assert (buffers.layout, buffers.owned) == found
+        assert (buffers.layout, buffers.layout.owned(**buffers.index)) == found
 
 
 def test_experts_have_axes_buckets_and_owners_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import pretrain_gpt
-from megalite.commands import prepare
-from megalite.commands.prepare import path_override
+from megalite.commands import models
 from megalite.config.compose import load_config
+from megalite.config.overrides import typed
 from megalite.prepare import prepare as preparation
 from tests.bad_input.launching import SMALL
 
@@ -27,7 +27,7 @@ Main = Callable[..., int]
 @pytest.fixture(scope="module")
 def main() -> Main:
     """The command in this process."""
-    return lambda *arguments: prepare.main([str(argument) for argument in arguments])
+    return lambda *arguments: models.prepare([str(argument) for argument in arguments])
 
 
 def of_text(path: Path | str) -> list[str]:
@@ -77,9 +77,9 @@ def test_the_command_that_it_prints_trains_on_what_it_made(
     "path", ["tokens/my-corpus_2.v1", "007", "1e5", "inf", 'it\'s "it"', "a\\b\\", "$HOME", "é", "[a,b]"]
 )
 def test_a_path_comes_through_shell_and_hydra_as_it_is(path: str) -> None:
-    [override] = shlex.split(path_override(path))
+    [override] = shlex.split(typed("data.path", path))
     assert load_config(["data=tokens", "model.vocab_size=9", override], 1).data.path == str(Path(path).absolute())
-    assert ("'" in path_override(path)) == (path != "tokens/my-corpus_2.v1"), "quoted only where it must be"
+    assert ("'" in typed("data.path", path)) == (path != "tokens/my-corpus_2.v1"), "quoted only where it must be"
 
 
 def test_killed_it_continues_and_ends_with_the_same_bytes(

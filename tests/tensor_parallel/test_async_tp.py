@@ -18,7 +18,7 @@ from megalite.model.gpt import compile_options
 from megalite.tensor_parallel import collectives
 from megalite.tensor_parallel.collectives import TensorGroup, share_memory
 from megalite.train.build import device_problems
-from tests.model.small import FAMILIES, gpt, small
+from tests.model.small import FAMILIES, gpt, small, zero_main_grads
 from tests.ranks import run_ranks
 
 KINDS = ("all_gather_into_tensor", "reduce_scatter_tensor", "fused_all_gather_matmul", "fused_matmul_reduce_scatter")
@@ -51,8 +51,7 @@ def fused(context: ParallelContext, name: str) -> list[Counter[str]]:
     model = gpt(config, tp=TensorGroup.of(context.group("tp")), sequence_parallel=True)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
-    names = model.main_grad_parameters
-    model.set_main_grads({name: torch.zeros_like(model.get_parameter(name)).detach() for name in names})
+    zero_main_grads(model)
     backend = aot_autograd(
         fw_compiler=keep,
         bw_compiler=keep,

@@ -10,8 +10,7 @@ import torch
 
 from megalite.config.schema import Config, ModelConfig
 from megalite.launch.context import ParallelContext
-from megalite.layout.groups import GroupNeeds
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import GroupNeeds, ParallelLayout
 from megalite.train.step import TrainStep
 from tests.layouts.training import FAMILIES
 from tests.model.small import random_batch, training_config

@@ -15,12 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
+from megalite.kernels.embed import main_grad_of
 from megalite.launch.context import CPU, ParallelContext
 from megalite.layout.parameters import Shard, Split, shard_of
 from megalite.layout.ranks import ParallelLayout
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TpContext, VocabParallelEmbedding
 from tests.layout.shards import cut
+from tests.model.small import set_main_grads
 from tests.ranks import run_ranks
 
 INPUTS = 8
@@ -101,7 +103,7 @@ def on_a_rank(context: ParallelContext, cases: list[Case]) -> list[Outcome]:
     group, size, index = TensorGroup.of(context.group("tp")), context.size("tp"), context.index("tp")
     outcomes = []
     for case in cases:
-        place = TpContext(torch.float64, CPU, group, case.sequence)
+        place = TpContext(torch.float64, CPU, group, group if case.sequence else None)
         layer: Any = (
             RowParallelLinear(*case.outputs, INPUTS, place, bias=case.bias)
             if case.row
@@ -112,12 +114,12 @@ def on_a_rank(context: ParallelContext, cases: list[Case]) -> list[Outcome]:
         if case.bias:
             layer.bias.data.copy_(bias if case.row else cut(bias, case.shards(size)[index]))
         if case.with_main_grad:
-            layer.main_grads["weight"] = torch.ones_like(layer.weight, requires_grad=False)
+            set_main_grads(layer, {"weight": torch.ones_like(layer.weight, requires_grad=False)})
         x = in_memory(case.input_of(x, size, index), case).requires_grad_()
         y = layer(x)
         y.backward(in_memory(case.upstream_of(size, index), case))
         assert (layer.weight.grad is None) == case.with_main_grad
-        weight_grad = layer.main_grads["weight"] - 1 if case.with_main_grad else layer.weight.grad
+        weight_grad = main_grad_of(layer.weight).view_as(layer.weight) - 1 if case.with_main_grad else layer.weight.grad
         outcomes.append(Outcome(y.detach(), x.grad, weight_grad, layer.bias.grad if case.bias else None))
     return outcomes
 
@@ -200,15 +202,18 @@ def embeddings(context: ParallelContext, cases: list[Lookup]) -> list[tuple[Tens
     group, size, index = TensorGroup.of(context.group("tp")), context.size("tp"), context.index("tp")
     outcomes = []
     for case in cases:
-        table = VocabParallelEmbedding(case.rows, 4, TpContext(torch.float64, CPU, group, case.sequence))
+        table = VocabParallelEmbedding(
+            case.rows, 4, TpContext(torch.float64, CPU, group, group if case.sequence else None)
+        )
         held = shard_of((case.rows, 4), Split(0, uneven=True), size, index)
         table.weight.data.copy_(cut(drawn(1, case.rows, 4), held))
         if case.with_main_grad:
-            table.main_grads["weight"] = torch.ones_like(table.weight, requires_grad=False)
+            set_main_grads(table, {"weight": torch.ones_like(table.weight, requires_grad=False)})
         y = table(tokens_of(case))
         y.backward(part(drawn(9, 8, 3, 4), size, index) if case.sequence else drawn(9, 8, 3, 4))
         assert (table.weight.grad is None) == case.with_main_grad
-        outcomes.append((y.detach(), table.main_grads["weight"] - 1 if case.with_main_grad else table.weight.grad))
+        main_grad = main_grad_of(table.weight)
+        outcomes.append((y.detach(), table.weight.grad if main_grad is None else main_grad - 1))
     return outcomes
 
 
@@ -234,7 +239,7 @@ def test_ranks_hold_uneven_rows_and_their_own_share_of_shared_groups() -> None:
 
 
 def test_one_rank_is_the_plain_torch_path() -> None:
-    alone = TpContext(torch.float64, CPU, None, True)
+    alone = TpContext(torch.float64, CPU)
     x = torch.ones(4, 2, 8, dtype=torch.float64)
     table, tokens = VocabParallelEmbedding(10, 8, alone), torch.zeros(4, 2, dtype=torch.int64)
     column = ColumnParallelLinear((2, 3), 8, Split(1), alone, bias=True)

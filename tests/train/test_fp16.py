@@ -7,8 +7,7 @@ import torch
 
 from megalite.data.batch import Batch, whole_batch
 from megalite.launch.context import ParallelContext
-from megalite.layout.groups import GroupNeeds
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import GroupNeeds, ParallelLayout
 from megalite.train.build import Training, build_training, fill_with_start_values
 from megalite.train.metrics import StepMetrics
 from megalite.train.step import TrainStep

@@ -9,8 +9,7 @@ from megalite.checkpoint.manifest import Piece
 from megalite.config.derive import derive
 from megalite.config.schema import Config, MoEConfig
 from megalite.launch.context import ParallelContext
-from megalite.layout.groups import GroupNeeds
-from megalite.layout.ranks import ParallelLayout
+from megalite.layout.ranks import GroupNeeds, ParallelLayout
 from megalite.model.gpt import Routers
 from megalite.train.build import build_training, fill_with_start_values
 from megalite.train.saving import TrainingStoppedError, check_replicas, content_hash, owned_pieces

@@ -35,11 +35,6 @@ class Family(ABC):
     head_size: ClassVar[int | None] = None  # where config.json does not say it; None: hidden size by heads
     modules: ClassVar[Mapping[str, Sequence[str]]]  # logical module: modules in the file (N: layer, E: expert)
 
-    @property
-    def names(self) -> dict[str, str]:
-        """{key: setting} for the keys of a config.json whose type and bounds are those of a setting."""
-        return {**{key: name for name, key in self.keys.items()}, **self.also}
-
     def settings(self, found: Found) -> dict[str, Any]:
         """The settings that a config.json amounts to. Its keys have the types of their settings, none is `beyond`."""
         found = {**self.absent, **found}

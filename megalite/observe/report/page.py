@@ -21,7 +21,7 @@ from jinja2 import Environment, FileSystemLoader
 from markupsafe import Markup
 
 from megalite.config import files
-from megalite.config.files import COMPARISON, REPORT, Kind
+from megalite.config.files import Kind
 from megalite.errors.problems import Problem, UserError, collect, collect_all, plain, printable
 from megalite.layout.ranks import ParallelLayout
 from megalite.observe import readable
@@ -36,6 +36,10 @@ SCRIPTS = (HERE / "charts.js", HERE / "report.js")
 UNREMARKABLE = ("run_dir", "run_name", "resume")  # settings that are no difference between runs
 MOST_NAMED = 3  # settings that name the runs of a sweep
 SHARE = 300  # a run goes on for so many times as long as the last drawing took
+_PAGE = rb'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n<meta (name="generator" content="'
+_POLICY = rb'"|http-equiv="Content-Security-Policy" content="[^"\n]*sha256-)'  # pages of f4fa60b
+REPORT = Kind("the report of a run", "report.html", _PAGE + b"megalite report" + _POLICY)
+COMPARISON = Kind("a comparison of runs", "comparison.html", _PAGE + b"megalite comparison" + _POLICY)
 Differences = list[tuple[str, list[Any]]]  # setting, and its value in each run
 
 
