@@ -1,5 +1,6 @@
 """What a config needs of this machine: folders, packages, variables; other ranks may see others."""
 
+import glob
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -63,8 +64,11 @@ def data_is_not_written_over(config: Config) -> Iterator[Problem]:
     written = {"run_dir": config.run_dir or "runs", "data.cache_dir": cache, "launch.status_file": status}
     places = [absolute(str(part)) for part in (path if isinstance(path, list) else [path])]
     for place in places if config.data.source in ("text", "hf") else ():
+        files = (one for one in glob.iglob(place, recursive=True) if os.path.isfile(one))
+        read = {*map(os.path.realpath, (place, *files))}
         for name, target in ((name, target) for name, target in written.items() if target):
-            if Path(os.path.realpath(absolute(target))).is_relative_to(os.path.realpath(place)):
+            real = Path(os.path.realpath(absolute(target)))
+            if read & {*map(str, (real, *real.parents))}:
                 rule = f"the run would write into its own data, data.path={path}"
                 yield Problem(name, target, rule, f"{name}=PATH elsewhere, or a glob like data.path='*.txt'", here=True)
 

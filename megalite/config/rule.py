@@ -68,9 +68,6 @@ class Case:
         given = self.given(name)
         return value_of(self.derived, name) if given is None and name in SETTINGS else given
 
-    def values(self, words: str) -> list[Any]:
-        return [self.value(full_name(word)) for word in words.split()]
-
     def changed(self, name: str, value: Any) -> "Case":
         change = {"config": with_values(self.config, {name: value})} if name in SETTINGS else {name: value}
         return replace(self, **change)
@@ -133,7 +130,7 @@ def routes(case: Case) -> bool:
 
 
 def _related(case: Case, name: str, relation: str, others: str, when: Callable[[Case], Any] = bool) -> Found:
-    values = case.values(f"{name} {others}")
+    values = [case.value(full_name(word)) for word in (name, *others.split())]
     wrong = None not in values and when(case) and RELATIONS[relation](values[0], math.prod(values[1:]))
     return wrong, f"{name} {others}", f"{relation} {' x '.join(f'{{{at}}}' for at in range(1, len(values)))}"
 

@@ -21,17 +21,9 @@ from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UserError, collect_all, refuse, several
 
 RECORD = "token_files.json"  # in a run's folder: size and time of each large token file
+# The token files of a run, before they are opened, and for data=tokens the tokenizer that `tokenizer=` names.
+TokenFiles = tuple[list[Path], TextTokenizer | None]
 FORMAT = 1  # part of every fingerprint: a change of what preparation produces renews all caches
-# Bytes done, all bytes (0 where a stream's are unknown), documents, tokens. The first call counts finished shards.
-Progress = Callable[[int, int, int, int], None]
-
-
-@dataclass(frozen=True)
-class TokenFiles:
-    """The token files of a run, before they are opened."""
-
-    prefixes: Sequence[Path]
-    tokenizer: TextTokenizer | None = None  # the one that `tokenizer=` names, for data=tokens
 
 
 @dataclass(frozen=True)
@@ -41,23 +33,23 @@ class OpenedData:
     train: SampleSource
     validation: SampleSource | None
     tokenizer: TextTokenizer | None
-    vocab_size: int
     fingerprint: str
     description: str
 
     @cached_property
     def bytes_of_ids(self) -> IntArray | None:
         """Bytes of text that each id stands for, [vocab_size]; None without a tokenizer."""
-        return None if self.tokenizer is None else self.tokenizer.bytes_of_ids(self.vocab_size)
+        return None if self.tokenizer is None else self.tokenizer.bytes_of_ids(self.train.vocab_size)
 
 
 def open_data(config: Config, found: TokenFiles) -> OpenedData:
     """Open the files that were found or made for `config`."""
-    files = collect_all(TokenFile.open, found.prefixes)
+    prefixes, named = found
+    files = collect_all(TokenFile.open, prefixes)
     shares, fraction, seq_length = config.data.weights, config.data.validation_fraction, config.train.seq_length
     weights = tuple(len(file.tokens) for file in files) if shares is None else integer_weights(shares)
-    tokenizer = _tokenizer(config, files, found.tokenizer)
-    vocab_size = _vocab_size(config, files, tokenizer)
+    tokenizer = _tokenizer(config, files, named)
+    vocab_size, identities = _vocabulary(config, files, tokenizer)
     end = tokenizer.end_of_document if tokenizer else None
     if config.data.mask_end_of_document and end is None:
         rule = "no end-of-document token is known"
@@ -70,8 +62,7 @@ def open_data(config: Config, found: TokenFiles) -> OpenedData:
         train=SampleSource(train, weights, seq_length, vocab_size, config.seed, end),
         validation=SampleSource(validation, weights, seq_length, vocab_size, None, end) if validation else None,
         tokenizer=tokenizer,
-        vocab_size=vocab_size,
-        fingerprint=digest(FORMAT, [file.identity() for file in files], fraction, weights),
+        fingerprint=digest(FORMAT, identities, fraction, weights),
         description="; ".join([counts, *([tokenizer.name] if tokenizer else [])]),
     )
 
@@ -123,9 +114,9 @@ def _tokenizer(config: Config, files: list[TokenFile], given: TextTokenizer | No
     return given or next(filter(None, saved), None)
 
 
-def _vocab_size(config: Config, files: list[TokenFile], tokenizer: TextTokenizer | None) -> int:
-    """The ids that may occur: model.vocab_size, which covers the tokenizer's, or the tokenizer's. UserError for files
-    that are too narrow for them, or have other ids in the parts that are checked."""
+def _vocabulary(config: Config, files: list[TokenFile], tokenizer: TextTokenizer | None) -> tuple[int, list[str]]:
+    """How many ids may occur, and the identity of each file. It is model.vocab_size, which covers the tokenizer's, or
+    the tokenizer's. UserError for files that are too narrow, or have other ids in the parts that are checked."""
     needed = tokenizer.vocab_size if tokenizer else max(file.facts.vocab_size or 0 for file in files)
     size = config.model.vocab_size or needed
     if not size:
@@ -134,16 +125,15 @@ def _vocab_size(config: Config, files: list[TokenFile], tokenizer: TextTokenizer
         raise UserError(Problem("model.vocab_size", None, rule, hint))
     check_vocabulary(config, needed)
 
-    def check_ids(file: TokenFile) -> None:
+    def checked(file: TokenFile) -> str:
         dtype = file.tokens.dtype
         if np.iinfo(dtype).max < needed - 1:  # larger ids would have been cut when written
             rule = f"holds {dtype} ids, up to {np.iinfo(dtype).max:,}; the tokenizer has {needed:,} tokens"
             hint = "give the tokenizer that made it, or prepare the data again with this one"
             raise UserError(Problem("data.path", str(with_suffix(file.prefix, ".bin")), rule, hint))
-        file.check_ids(size)
+        return file.identity(size)
 
-    collect_all(check_ids, files)
-    return size
+    return size, collect_all(checked, files)
 
 
 def _split(config: Config, files: list[TokenFile]) -> tuple[list[Part], list[Part]]:

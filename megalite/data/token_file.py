@@ -10,9 +10,7 @@ PREFIX.json is ours: what is known about the text.
 import os
 import struct
 from bisect import bisect_right
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,11 +32,6 @@ HASH_WHOLE = 16 << 20  # bytes up to which the identity covers every byte
 HASH_BLOCKS, HASH_BLOCK = 64, 64 << 10
 
 Array = npt.NDArray[Any]
-
-
-def dtype_for(vocab_size: int) -> np.dtype[Any]:
-    """Megatron's choice: 16 bits where every id fits with room to spare."""
-    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def with_suffix(prefix: Path, suffix: str) -> Path:
@@ -66,6 +59,7 @@ class TokenFile:
     [documents + 1]. `data`: the file of the tokens."""
 
     prefix: Path
+    facts: Facts
     data: BinaryIO
     tokens: Array
     lengths: Array
@@ -89,7 +83,8 @@ class TokenFile:
             raise damaged(prefix, ".idx", rule)
         arrays = [index[at:end].view(kind) for (at, end), kind in zip(pairwise(ends), ENTRIES, strict=True)]
         dtype = np.dtype(DTYPES[code])
-        opened = cls(prefix, file, data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype), *arrays)
+        tokens = data[: len(data) // dtype.itemsize * dtype.itemsize].view(dtype)
+        opened = cls(prefix, read_facts(prefix), file, tokens, *arrays)
         opened.check(len(data), step=max(ROWS, -(-max(sequences, boundaries) // LOOKS)))
         return opened
 
@@ -101,11 +96,6 @@ class TokenFile:
     def counts(self) -> str:
         """Documents and tokens, in words."""
         return f"{several(self.documents, 'document')}, {several(len(self.tokens), 'token')}"
-
-    @cached_property
-    def facts(self) -> Facts:
-        """The facts in PREFIX.json; none for a file that was not made here."""
-        return read_facts(self.prefix)
 
     def read(self, first: int, stop: int) -> Array:
         """The tokens [first, stop), not through the map: that would hold the interpreter's lock while a disk is slow,
@@ -131,20 +121,17 @@ class TokenFile:
         starts = self.pointers[int(sequences[0]) : int(sequences[-1]) + 1][sequences - sequences[0]]
         return [int(position) for position in np.unique(starts // self.tokens.dtype.itemsize)]
 
-    def identity(self) -> str:
-        """A hash of the content: all bytes of a small file, 64 blocks spread over a large one."""
-        state = xxhash.xxh3_128(f"{self.tokens.dtype.str},{self.tokens.nbytes},{self.documents}".encode())
-        content = self.tokens.view(np.uint8)
-        for start, length in self._blocks():
-            state.update(content[start : start + length].data)
+    def identity(self, vocab_size: int) -> str:
+        """A hash of the content: all bytes of a small file, 64 blocks spread over a large one. UserError for the first
+        of these tokens that is no id below `vocab_size`: enough to find another tokenizer's."""
+        size, width, starts, length = self.tokens.nbytes, self.tokens.dtype.itemsize, [0], self.tokens.nbytes
+        if size > HASH_WHOLE:
+            starts, length = [(size - HASH_BLOCK) * at // (HASH_BLOCKS - 1) for at in range(HASH_BLOCKS)], HASH_BLOCK
+        state = xxhash.xxh3_128(f"{self.tokens.dtype.str},{size},{self.documents}".encode())
+        for start, stop in ((start, start + length) for start in starts):
+            state.update(self.tokens.view(np.uint8)[start:stop].data)
+            self.check_range(start // width, -(-stop // width), vocab_size)
         return state.hexdigest()
-
-    def check_ids(self, vocab_size: int) -> None:
-        """UserError for the first token that is no id below `vocab_size`, among the tokens that the identity covers:
-        enough to find another tokenizer's."""
-        width = self.tokens.dtype.itemsize
-        for start, length in self._blocks():
-            self.check_range(start // width, -(-(start + length) // width), vocab_size)
 
     def check_range(self, first: int, stop: int, vocab_size: int, sample: str = "") -> None:
         """UserError for the first of the tokens [first, stop) that is no id below `vocab_size`; `sample` is part of
@@ -180,17 +167,9 @@ class TokenFile:
                 rule = f"sequence {first + at:,} starts at byte {starts[at]:,} with {lengths[at]:,} tokens"
                 raise damaged(self.prefix, ".idx", f"{rule}, the next at {starts[at + 1]:,}")
 
-    def _blocks(self) -> Iterator[tuple[int, int]]:
-        """First byte and number of bytes of the parts that stand for the content."""
-        size = self.tokens.nbytes
-        if size <= HASH_WHOLE:
-            yield 0, size
-        else:
-            yield from (((size - HASH_BLOCK) * block // (HASH_BLOCKS - 1), HASH_BLOCK) for block in range(HASH_BLOCKS))
-
 
 def read_facts(prefix: Path) -> Facts:
-    """The facts in PREFIX.json; none without the file."""
+    """The facts in PREFIX.json; none without the file, which was not made here then."""
     path, hint = with_suffix(prefix, ".json"), "delete it, or prepare the data again"
     return as_record(Facts, read_object(path, hint), path, hint) if os.path.lexists(path) else Facts()
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
-from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from megalite.config.files import read_object, read_text, refusing, write_atomically
 from megalite.data.samples import IntArray
@@ -28,7 +28,6 @@ END = "<|endoftext|>"
 SPECIAL_SETTINGS = ("bos_token", "eos_token", "pad_token", "unk_token")
 KEPT_SETTINGS = (*SPECIAL_SETTINGS, "chat_template", "clean_up_tokenization_spaces")
 NO_TOKEN = "no token for a symbol"  # no member of any vocabulary
-PLAIN = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}  # of `byte`
 BYTE = re.compile("<0x[0-9A-F]{2}>")  # SentencePiece's token for a byte that no other token covers
 AGAIN = "copy the tokenizer again, or give a folder with tokenizer.json that AutoTokenizer.from_pretrained loads"
 SPECIAL, SETTINGS, ADDED = "special_tokens_map.json", "tokenizer_config.json", "added_tokens.json"
@@ -57,10 +56,7 @@ class TextTokenizer:
         ids = {vocabulary[text] for text in special & vocabulary.keys() if len(text) > 1}  # some pad with `!`
         refused = [*(ids - {unknown}), *([] if self.end_of_document is None else [self.end_of_document])]
         self._refused = np.isin(np.arange(self.vocab_size), refused)  # ids that no text may give
-        of_bytes = any(self.mentions("ByteLevel", part) for part in ("normalizer", "pre_tokenizer"))
-        affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
-        complete = of_bytes and not affixes and vocabulary.keys() >= set(byte_letters())
-        if model["type"] == "BPE" and model["unk_token"] is None and not complete:
+        if model["type"] == "BPE" and model["unk_token"] is None:
             backend.model.unk_token = NO_TOKEN  # an error, where the library would pass over a symbol without a word
 
     @cached_property
@@ -69,16 +65,9 @@ class TextTokenizer:
         return xxhash.xxh3_128_hexdigest(json.dumps([self.spec, self.end_of_document], sort_keys=True).encode())
 
     @cached_property
-    def _ids_of_bytes(self) -> IntArray | None:
-        """The id of each byte [256] where none are merged, as in `byte`; None elsewhere. The model takes ten times as
-        long as this table."""
-        model, vocabulary = self.spec["model"], self.backend.get_vocab(with_added_tokens=True)
-        added = [token for token in self.spec["added_tokens"] if not token["special"]]
-        affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
-        steps = self.spec["normalizer"], self.spec["pre_tokenizer"], model.get("merges"), affixes, added
-        ids = [vocabulary.get(letter, -1) for letter in byte_letters()]
-        known = steps == (None, PLAIN, [], None, []) and -1 not in ids and not self._refused[ids].any()
-        return np.array(ids) if known else None
+    def _gives_bytes(self) -> bool:
+        """Whether this is `byte`, whose ids are the bytes of the text. The model takes ten times as long to say so."""
+        return self.spec == byte_tokenizer().spec and not self._refused[:256].any()
 
     @property
     def name(self) -> str:
@@ -96,8 +85,8 @@ class TextTokenizer:
         """The ids of each text, nothing added; several texts on several threads. UserError for what the tokenizer
         cannot encode."""
         try:
-            if (table := self._ids_of_bytes) is not None:
-                return [table[np.frombuffer(text.encode(), np.uint8)] for text in texts]
+            if self._gives_bytes:
+                return [np.frombuffer(text.encode(), np.uint8).astype(np.int64) for text in texts]
             encodings = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except Exception as error:  # the library raises plain Exception: a symbol that it has no token for
             raise self.refusal(f"cannot encode the text: a part of it has no token ({error})") from error
@@ -180,6 +169,15 @@ def byte_letters() -> list[str]:
     return [chr(byte) if chr(byte) in alphabet else chr(next(hidden)) for byte in range(256)]
 
 
+def byte_tokenizer() -> TextTokenizer:
+    """One id per byte of UTF-8, and the end of document: 257 tokens."""
+    backend = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(byte_letters())}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([END])
+    return TextTokenizer(backend, {"eos_token": END})
+
+
 def load_tokenizer(folder: Path) -> TextTokenizer:
     """The tokenizer in a folder of transformers' files. UserError for one that is damaged, or that nothing can be
     trained with: no vocabulary, an end of document that is no token."""
@@ -193,20 +191,17 @@ def load_tokenizer(folder: Path) -> TextTokenizer:
             try:
                 plain = Tokenizer.from_str(content)
             except Exception as error:
-                raise ValueError(f"tokenizer.json cannot be read ({first_line(error)})") from error
+                raise ValueError(f"tokenizer.json cannot be read: {error}".splitlines()[0]) from error
         saved_here = plain and [*files] == [SETTINGS] and read_text(folder / SETTINGS, AGAIN) == written(settings)
         backend = plain if plain and saved_here else _specified(folder, plain)
         if not backend.get_vocab(with_added_tokens=False):
             raise ValueError("its vocabulary is empty")
-        vocabulary = backend.get_vocab(with_added_tokens=True)
-        eos, end, known = token_text(settings.get("eos_token")), None, list[Any](vocabulary)
-        if eos is None:  # the model's files may know it
-            ends = [files[name].get("eos_token_id") for name in MODEL if name in files]
-            eos = next((each for each in ends if each not in (None, [])), None)
-            eos = end = eos[0] if isinstance(eos, list) else eos
-            known = list[Any](vocabulary.values())
-        if eos is not None and eos not in known:
-            raise ValueError(f"its end of document, {eos!r:.60}, is none of its tokens")
+        vocabulary, eos = backend.get_vocab(with_added_tokens=True), token_text(settings.get("eos_token"))
+        ends = [files.get(name, {}).get("eos_token_id") for name in MODEL]  # the model's files may know it
+        end = next((it[0] if isinstance(it, list) else it for it in ends if it not in (None, [])), None)
+        named, known = (end, [*vocabulary.values()]) if eos is None else (eos, [*vocabulary])
+        if named is not None and named not in known:
+            raise ValueError(f"its end of document, {named!r:.60}, is none of its tokens")
     return TextTokenizer(backend, {key: settings[key] for key in KEPT_SETTINGS if settings.get(key) is not None}, end)
 
 
@@ -221,7 +216,7 @@ def _specified(folder: Path, plain: Tokenizer | None) -> Tokenizer:
     except Exception as error:  # the library raises whatever it likes
         if plain is not None:
             return plain
-        raise ValueError(f"holds no tokenizer.json that transformers can load ({first_line(error)})") from error
+        raise ValueError(f"holds no tokenizer.json that transformers can load: {error}".splitlines()[0]) from error
     return plain if plain is not None and _effect(plain) == _effect(backend) else backend
 
 
@@ -229,18 +224,10 @@ def _effect(backend: Tokenizer) -> Any:
     """Everything on which the ids of a text depend, special tokens being text. Fields left empty and the places of
     tokens in the text are no part of it."""
 
-    def significant(part: Any) -> Any:
-        if isinstance(part, list) and part and isinstance(part[0], dict):
-            return [*map(significant, part)]
-        if not isinstance(part, dict):
-            return part
-        return {key: significant(it) for key, it in part.items() if it not in (None, "") and key != "trim_offsets"}
+    def significant(part: dict[str, Any]) -> dict[str, Any]:
+        return {key: it for key, it in part.items() if it not in (None, "") and key != "trim_offsets"}
 
-    spec, known = json.loads(backend.to_str()), backend.get_vocab(with_added_tokens=False)
+    spec = json.loads(backend.to_str(), object_hook=significant)
+    known = backend.get_vocab(with_added_tokens=False)
     added = [token for token in spec["added_tokens"] if not token["special"] or token["content"] not in known]
-    return [significant(spec[part]) for part in ("normalizer", "pre_tokenizer", "decoder", "model")], added
-
-
-def first_line(error: BaseException) -> str:
-    """The message of a library, without its advice."""
-    return next(iter(str(error).splitlines()), "")
+    return [spec.get(part) for part in ("normalizer", "pre_tokenizer", "decoder", "model")], added

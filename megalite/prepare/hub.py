@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from megalite.config.files import private_files
-from megalite.data.tokenizers import first_line
 from megalite.errors.problems import Problem, UserError
 
 PATIENCE = 3.0  # seconds for the hub to answer
@@ -63,7 +62,7 @@ def load_dataset(name: str, subset: str | None, split: str, streaming: bool) -> 
         return splits[split].to_iterable_dataset() if streaming else splits[split]
     except Exception as error:  # the library raises a dozen types, and all are about the user's choice
         reason = (error.__cause__ or error) if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
-        rule = f"cannot be loaded ({type(reason).__name__}: {first_line(reason)})"
+        rule = f"cannot be loaded: {type(reason).__name__}: {reason}".splitlines()[0]
         hint = "check data.subset, data.split, network (scripts are never run); to work offline, a folder of parquet"
         raise UserError(Problem("data.path", name, f"{NO_ANSWER}: {rule}" if offline else rule, hint)) from error
 
@@ -84,6 +83,6 @@ def tokenizer_folder(name: str) -> Path:
             raise OSError(NO_ANSWER)
         return Path(snapshot_download(name, allow_patterns=TOKENIZER_FILES, etag_timeout=PATIENCE))
     except Exception as error:  # unknown, gated, private, no space: the library's own words say which
-        rule = f"is no folder here, and as a name on the hub: {first_line(error)}"
+        rule = f"is no folder here, and as a name on the hub: {error}".splitlines()[0]
         hint = "use bpe, byte, char or a folder that exists; to work offline, one by AutoTokenizer.save_pretrained"
         raise UserError(Problem("tokenizer", name, rule, hint)) from error

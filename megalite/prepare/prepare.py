@@ -21,15 +21,15 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from megalite.config.derive import BUILT_IN_TOKENIZERS
 from megalite.config.files import open_to_append, private_files, read_bytes, sync_folder
 from megalite.config.schema import Config
-from megalite.data.open import FORMAT, Progress, TokenFiles, check_vocabulary, digest, paths_of
+from megalite.data.open import FORMAT, TokenFiles, check_vocabulary, digest, paths_of
 from megalite.data.samples import IntArray
-from megalite.data.token_file import TokenFile, dtype_for, read_facts, with_suffix
-from megalite.data.tokenizers import END, TextTokenizer, byte_letters, load_tokenizer
+from megalite.data.token_file import TokenFile, read_facts, with_suffix
+from megalite.data.tokenizers import END, TextTokenizer, byte_tokenizer, load_tokenizer
 from megalite.errors.problems import REMEDIES, Problem, UnavailableError, UserError, collect, collect_all, refuse
 from megalite.launch.environment import usable_cores
 from megalite.prepare.hub import TOKENIZER_FILES, tokenizer_folder
 from megalite.prepare.sources import Shard, Source, pieces, sources_of
-from megalite.prepare.tokenizing import Job, tokenize_shards, write_index
+from megalite.prepare.tokenizing import Job, Progress, dtype_for, tokenize_shards, write_index
 
 SAMPLE = 8 << 20  # characters of text that a BPE is trained on
 SAMPLED_SHARDS = 64
@@ -63,10 +63,10 @@ def prepare(config: Config, progress: Progress | None = None) -> TokenFiles:
     if config.data.source == "tokens":
         prefixes = [Path(path).expanduser().absolute() for path in paths_of(config.data)]
         built_in = config.tokenizer in BUILT_IN_TOKENIZERS
-        return TokenFiles(prefixes, tokenizer=None if built_in else named_tokenizer(config.tokenizer))
+        return prefixes, None if built_in else named_tokenizer(config.tokenizer)
     targets = targets_of(config, sources_of(config.data))
     _make(config, targets, progress, "data.cache_dir")
-    return TokenFiles([target.prefix for target in targets])
+    return [target.prefix for target in targets], None
 
 
 def prepare_file(source: Source, config: Config, prefix: Path, progress: Progress | None = None) -> None:
@@ -226,15 +226,6 @@ def sample(shards: list[Shard], size: int = SAMPLE) -> Iterator[str]:
             yield piece.text[:share]
             size -= len(piece.text[:share])
             share -= len(piece.text)
-
-
-def byte_tokenizer() -> TextTokenizer:
-    """One id per byte of UTF-8, and the end of document: 257 tokens."""
-    backend = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(byte_letters())}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([END])
-    return TextTokenizer(backend, {"eos_token": END})
 
 
 def char_tokenizer(texts: Iterable[str]) -> TextTokenizer:

@@ -41,7 +41,7 @@ SHARDS = 1024  # about this many for large inputs ...
 SMALLEST, LARGEST = 1 << 20, 256 << 20  # ... of between so many and so many bytes
 HUB_ROW = 2048  # bytes that a row of a hub data set is taken for where its size is unknown
 
-Row = tuple[int, Any]  # its place (a line's first byte, or the row's number), and a line of JSON or a row
+Row = tuple[int, Any]  # its place (a line's first byte, or the row's number), and a line of JSON or the column's value
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,9 @@ def pieces(shard: Shard, cut: Cut = behind_a_word) -> Iterator[Piece]:
     readers = {"jsonl": _jsonl_rows, "csv": _csv_rows, "parquet": _parquet_rows}
     path = Path(shard.paths[0])
     with refusing(path, REPAIR):
-        for number, (place, row) in enumerate(readers.get(shard.kind, _hub_rows)(path, shard)):
+        for number, (place, value) in enumerate(readers.get(shard.kind, _hub_rows)(path, shard)):
             try:
-                text = _text_in(row, shard.column)
+                text = _text_of(value, shard)
             except (ValueError, RecursionError) as error:
                 where = f"line {_line_number(path, place):,}" if shard.kind == "jsonl" else f"row {place:,}"
                 raise UserError(Problem(str(path), NO_VALUE, f"{where}: {error}", REPAIR, here=True)) from error
@@ -220,21 +220,16 @@ def opened(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError(f"an object names something more than once: {', '.join(name for name, _ in pairs)}")
-    return found
-
-
-def _text_in(row: Any, column: str) -> str:
-    """The text in a row, empty without one."""
-    if isinstance(row, bytes):
-        row = json.loads(row, object_pairs_hook=_object)
-    if not isinstance(row, dict):
-        raise ValueError(f"holds {type(row).__name__}, not an object like {{{column!r}: '...'}}")
-    _check_column([*row], column)
-    text = "" if row[column] is None else row[column]
+def _text_of(value: Any, shard: Shard) -> str:
+    """The text that a row has in the column, empty without one; `value` is a line of JSON or what the column holds."""
+    column = shard.column
+    if shard.kind == "jsonl":
+        row = json.loads(value)
+        if not isinstance(row, dict):
+            raise ValueError(f"holds {type(row).__name__}, not an object like {{{column!r}: '...'}}")
+        _check_column([*row], column)
+        value = row[column]
+    text = "" if value is None else value
     if not isinstance(text, str):
         raise ValueError(f"column {column!r} holds {type(text).__name__}, not text")
     try:
@@ -295,7 +290,7 @@ def _csv_rows(path: Path, shard: Shard) -> Iterator[Row]:
                 if None in row or row[shard.column] is None:
                     rule = "has more or fewer fields than the header: text with a comma or a line end needs quotes"
                     raise ValueError(f"row {number:,} {rule}")
-                yield number, row
+                yield number, row[shard.column]
         except (UnicodeDecodeError, csv.Error) as error:
             raise ValueError(f"row {number + 1:,} is not csv in UTF-8: {error}") from error
 
@@ -318,19 +313,12 @@ def _hub_rows(path: Path, shard: Shard) -> Iterator[Row]:
         rows, first = rows.select(range(shard.start, shard.stop)), shard.start
     else:
         rows = rows.shard(num_shards=rows.num_shards, index=shard.start)
-    from_csv = rows.info.builder_name == "csv"
-    for table in rows.with_format("arrow").iter(256):
-        if from_csv and "__index_level_0__" in table.schema.names:  # what pandas makes of fields without a name
-            raise ValueError("the rows of a csv file have more fields than its header")
-        yield from _arrow_rows([table], shard.column, first)
-        first += len(table)
+    yield from _arrow_rows(rows.with_format("arrow").iter(256), shard.column, first)
 
 
 def _arrow_rows(tables: Iterable[Any], column: str, first: int) -> Iterator[Row]:
     """The rows of Arrow tables, numbered from `first` on."""
-    number = first
     for table in tables:
         _check_column(table.schema.names, column)
-        for text in table.column(column).to_pylist():
-            yield number, {column: text}
-            number += 1
+        yield from enumerate(table.column(column).to_pylist(), first)
+        first += len(table)

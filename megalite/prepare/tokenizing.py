@@ -12,7 +12,7 @@ import signal
 import sys
 import threading
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -22,13 +22,11 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from megalite.config.files import sync_folder, write_atomically
-from megalite.data.open import Progress
 from megalite.data.samples import IntArray
-from megalite.data.token_file import CODES, ENTRIES, HEADER, MAGIC, TokenFile, damaged, dtype_for, with_suffix
+from megalite.data.token_file import CODES, ENTRIES, HEADER, MAGIC, TokenFile, damaged, with_suffix
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
 from megalite.errors.problems import Problem, UserError
 from megalite.prepare.cuts import PIECE, Piece, cut_for
@@ -39,6 +37,8 @@ SCANNED = 8 << 20  # tokens that are scanned at once
 OF_A_PIECE = 256  # characters that a piece counts for by itself: many short ones take memory, too
 
 Job = tuple[Path, Shard]  # the token file to write, and the text that it is made of
+# Bytes done, all bytes (0 where a stream's are unknown), documents, tokens. The first call counts finished shards.
+Progress = Callable[[int, int, int, int], None]
 Counts = tuple[Path, int, int, int]  # a token file, and its bytes of text, documents and tokens so far
 
 tokenizer_of_worker = cache(load_tokenizer)
@@ -99,7 +99,7 @@ def tokenize_shard(job: Job, tokenizer: TextTokenizer, batch: int) -> Iterator[C
             found = [piece for piece in gathered if piece.text]
             skipped += len(gathered) - len(found)
             for piece, ids in zip(found, _encoded(found, tokenizer, shard), strict=True):
-                stored = as_stored(np.append(ids, end) if piece.last else ids, dtype)
+                stored = (np.append(ids, end) if piece.last else ids).astype(dtype)
                 file.write(stored.data)
                 size, tokens, begun = size + len(piece.text.encode()), tokens + len(stored), begun + len(stored)
                 if piece.last:
@@ -127,16 +127,13 @@ def _encoded(found: list[Piece], tokenizer: TextTokenizer, shard: Shard) -> list
     """The ids of the pieces; UserError with the place of the first that the tokenizer refuses."""
     try:
         return encode_pieces(tokenizer, found)
-    except UserError:
-        for piece in found:
-            try:
-                encode_pieces(tokenizer, [piece])
-            except UserError as error:
-                path = shard.paths[piece.document if shard.kind == "text" else 0]
-                part = f" from {shard.start:,} on" if shard.start else ""
-                place = f"{path}: document {piece.document + 1:,}{part}"
-                raise UserError([replace(it, rule=f"{it.rule}, in {place}") for it in error.problems]) from error
-        raise
+    except UserError as error:
+        if len(found) > 1:
+            return [ids for piece in found for ids in _encoded([piece], tokenizer, shard)]
+        path = shard.paths[found[0].document if shard.kind == "text" else 0]
+        part = f" from {shard.start:,} on" if shard.start else ""
+        place = f"{path}: document {found[0].document + 1:,}{part}"
+        raise UserError([replace(it, rule=f"{it.rule}, in {place}") for it in error.problems]) from error
 
 
 def encode_pieces(tokenizer: TextTokenizer, found: list[Piece]) -> list[IntArray]:
@@ -150,11 +147,9 @@ def encode_pieces(tokenizer: TextTokenizer, found: list[Piece]) -> list[IntArray
     return encoded
 
 
-def as_stored(ids: IntArray, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """The ids as a token file holds them."""
-    if np.any(ids > np.iinfo(dtype).max):  # no assert: python -O would cut the ids
-        raise ValueError(f"token id {ids.max()} does not fit {dtype}")
-    return ids.astype(dtype)
+def dtype_for(vocab_size: int) -> np.dtype[Any]:
+    """Megatron's choice: 16 bits where every id fits with room to spare."""
+    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
 
 
 def write_index(
@@ -176,7 +171,7 @@ def write_index(
 
 def verify(prefix: Path, vocab_size: int | None, progress: Progress | None = None) -> TokenFile:
     """The file, if every index entry and every token id of it is sound; else UserError naming the first broken sequence
-    or document. Without `vocab_size`, that of PREFIX.json holds. `progress`: see open.py."""
+    or document. Without `vocab_size`, that of PREFIX.json holds. `progress` is told."""
     file = TokenFile.open(prefix)
     size = vocab_size if vocab_size is not None else file.facts.vocab_size
     if size is None:

@@ -116,7 +116,7 @@ def open_training_data(
 def set_up(job: Job, companions: Companions) -> None:
     """Fill the run on this rank: new, imported, or from the newest checkpoint in its folder, and its records open."""
     context, data, log = job.context, job.data, job.log
-    vocabulary = {"model.vocab_size": job.config.model.vocab_size or data.vocab_size}
+    vocabulary = {"model.vocab_size": data.train.vocab_size}
     config = job.config = derive_device(with_values(job.config, vocabulary), context)
     job.prompts = all_ranks_or_raise(context, lambda: prompts_of(config, data))
     folder = job.folder = RunFolder(Path(config.run_dir), context, config.resume, as_plain(config), data.fingerprint)

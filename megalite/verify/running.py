@@ -39,25 +39,21 @@ class RunFailure(Exception):  # noqa: N818 - it is what happened, told to the us
     """A process failed, died or hung: what to tell the user, and the exit status."""
 
 
-def train_both(
-    config: Config, ranks: int, reference: Config, folder: Path, timeout_s: float, trains: tuple[TrainRank, TrainRank]
-) -> None:
-    """Train in `folder` as `config` says on so many ranks, and as `reference` says on one process.
-
-    `trains`: what a rank of the layout runs, and what the one process runs; functions at the top of a module.
-    """
+def train_both(config: Config, ranks: int, reference: Config, folder: Path, timeout_s: float, train: TrainRank) -> None:
+    """Train in `folder` as `config` says on so many ranks, and as `reference` says on one process. `train` is what each
+    process runs, a function at the top of a module."""
     _write_tokens(folder / "tokens", config)
     with socket.socket() as probe:
         probe.bind((LOOPBACK, 0))
         port = probe.getsockname()[1]
-    multiprocessing.set_forkserver_preload([__name__, trains[1].__module__, "megalite.train.run"])
+    multiprocessing.set_forkserver_preload([__name__, train.__module__, "megalite.train.run"])
     context, processes = multiprocessing.get_context("forkserver"), list[ForkServerProcess]()
     places = [ProcessEnvironment(rank, ranks, rank, ranks, LOOPBACK, port, "env") for rank in range(ranks)]
-    jobs = [(f"rank {place.rank}", trains[0], config, LAYOUT, place) for place in places]
-    jobs += [("the single process", trains[1], reference, SINGLE, ProcessEnvironment())]
+    jobs = [(f"rank {place.rank}", config, LAYOUT, place) for place in places]
+    jobs += [("the single process", reference, SINGLE, ProcessEnvironment())]
     data = {"data.source": "tokens", "data.path": str(folder / "tokens")}
     try:
-        for name, train, settings, run, place in jobs:
+        for name, settings, run, place in jobs:
             job = train, with_values(settings, {**data, "run_dir": str(folder / run)}), place, folder / name, timeout_s
             processes.append(context.Process(target=_run, args=job, name=name, daemon=True))
             processes[-1].start()

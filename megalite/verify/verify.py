@@ -47,13 +47,10 @@ class Row(NamedTuple):
     where: str
 
 
-def verify(
-    config: Config, world_size: int, train: TrainRank, timeout_s: float, train_layout: TrainRank | None = None
-) -> tuple[list[str], bool]:
+def verify(config: Config, world_size: int, train: TrainRank, timeout_s: float) -> tuple[list[str], bool]:
     """The lines that a user reads, and whether all is equal. `config` is derived and checked for `world_size` ranks.
 
-    `train` trains one rank as users do, `train_layout` (for tests) a rank of the layout. A process that fails or hangs
-    raises RunFailure.
+    `train` trains one rank as users do. A process that fails or hangs raises RunFailure.
     """
     small, layout, reference = shrink(config, world_size)
     changed = [f"{name}={value_of(small, name)}" for name in SHOWN if value_of(small, name) != value_of(config, name)]
@@ -62,7 +59,7 @@ def verify(
     lines += textwrap.wrap(" ".join(changed), 110, initial_indent=" " * 8, subsequent_indent=" " * 8)
     with tempfile.TemporaryDirectory(prefix="megalite-verify-") as name:
         folder, ranks = Path(name), layout.world_size
-        train_both(small, ranks, reference, folder, timeout_s, (train_layout or train, train))
+        train_both(small, ranks, reference, folder, timeout_s, train)
         rows = compare(folder / LAYOUT, folder / SINGLE, small.optimizer)
     lines += ["", f"{'':24}{'one process':>12}{'difference':>12}{'relative':>10}        worst at"]
     for row in rows:

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from megalite.checkpoint.run_folder import TOKENIZER, check_tokenizer, keep_tokenizer
+from megalite.data.tokenizers import byte_tokenizer
 from megalite.errors.problems import UserError
-from megalite.prepare.prepare import byte_tokenizer, char_tokenizer
+from megalite.prepare.prepare import char_tokenizer
 
 BYTE = byte_tokenizer()
 

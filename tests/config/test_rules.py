@@ -9,9 +9,10 @@ import yaml  # type: ignore[import-untyped]
 from megalite.config.clashes import full_name
 from megalite.config.derive import derive
 from megalite.config.overrides import of_type
+from megalite.config.rule import outside
 from megalite.config.rules import check
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS, outside, value_of, with_values
+from megalite.config.settings import SETTINGS, value_of, with_values
 from megalite.errors.problems import Problem
 
 YARN = "rope_scaling=yarn rope_scaling_factor=4 rope_original_positions=50"

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from megalite.config.schema import Config
-from megalite.data.token_file import dtype_for
-from megalite.prepare.tokenizing import as_stored, write_index
+from megalite.prepare.tokenizing import dtype_for, write_index
 
 WriteTokens = Callable[..., Path]
 
@@ -18,7 +17,7 @@ def write_token_file(
 ) -> None:
     """A token file of these documents."""
     ids = np.array([token for document in documents for token in document], dtype=np.int64)
-    prefix.with_name(prefix.name + ".bin").write_bytes(as_stored(ids, dtype).tobytes())
+    prefix.with_name(prefix.name + ".bin").write_bytes(ids.astype(dtype).tobytes())
     write_index(prefix, dtype, np.array([len(document) for document in documents]), facts or {}, **longest)
 
 

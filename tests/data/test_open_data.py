@@ -14,8 +14,9 @@ from megalite.config.schema import Config
 from megalite.config.settings import with_values
 from megalite.data import open as open_module
 from megalite.data.open import note_changed_files, open_data
+from megalite.data.tokenizers import byte_tokenizer
 from megalite.errors.problems import UserError
-from megalite.prepare.prepare import byte_tokenizer, char_tokenizer, prepare, prepare_file
+from megalite.prepare.prepare import char_tokenizer, prepare, prepare_file
 from megalite.prepare.sources import Source
 
 WriteTokens = Callable[..., Path]
@@ -46,9 +47,9 @@ def test_no_evaluation_means_no_validation(tokens: Config, setting: str) -> None
 
 
 def test_the_vocabulary_is_the_files_or_larger_never_smaller(tokens: Config) -> None:
-    assert open_data(tokens, prepare(tokens)).vocab_size == 1000
+    assert open_data(tokens, prepare(tokens)).train.vocab_size == 1000
     tokens.model.vocab_size = 1024
-    assert open_data(tokens, prepare(tokens)).vocab_size == open_data(tokens, prepare(tokens)).train.vocab_size == 1024
+    assert open_data(tokens, prepare(tokens)).train.vocab_size == 1024
     tokens.model.vocab_size = 999
     with pytest.raises(UserError, match=r"model\.vocab_size=999: the tokenizer has 1,000 tokens"):
         open_data(tokens, prepare(tokens))
@@ -59,14 +60,14 @@ def test_foreign_token_files_need_a_vocabulary_size_or_a_tokenizer(tokens: Confi
     with pytest.raises(UserError, match=r"model\.vocab_size"):
         open_data(tokens, prepare(tokens))
     tokens.model.vocab_size = 500
-    assert open_data(tokens, prepare(tokens)).vocab_size == 500
+    assert open_data(tokens, prepare(tokens)).train.vocab_size == 500
     assert open_data(tokens, prepare(tokens)).tokenizer is None
     assert open_data(tokens, prepare(tokens)).bytes_of_ids is None
     tokens.model.vocab_size = None
     byte_tokenizer().save(tmp_path / "mine")
     tokens.tokenizer = str(tmp_path / "mine")
     data = open_data(tokens, prepare(tokens))
-    assert (data.vocab_size, data.train.end_of_document) == (257, 256)
+    assert (data.train.vocab_size, data.train.end_of_document) == (257, 256)
     assert data.bytes_of_ids is not None
     assert data.bytes_of_ids.tolist() == [1] * 256 + [0]
 
@@ -104,7 +105,7 @@ def test_a_saved_tokenizer_decides_over_the_default(tokens: Config, tmp_path: Pa
     with pytest.raises(UserError, match=r"a.bin.* token id \d+ at token .*outside the vocabulary of 3"):
         open_data(tokens, prepare(tokens))
     char_tokenizer([string.printable]).save(tmp_path / "a.tokenizer")
-    assert open_data(tokens, prepare(tokens)).vocab_size == 100
+    assert open_data(tokens, prepare(tokens)).train.vocab_size == 100
 
 
 @pytest.mark.parametrize("left", ["the folder", "the identity"])
@@ -119,7 +120,7 @@ def test_another_tokenizer_than_the_one_that_made_the_tokens_is_refused(
     for name, tokenizer in (("right", right), ("other", byte_tokenizer())):
         tokenizer.save(tmp_path / name)
     tokens.tokenizer = str(tmp_path / "right")
-    assert open_data(tokens, prepare(tokens)).vocab_size == 100
+    assert open_data(tokens, prepare(tokens)).train.vocab_size == 100
     tokens.tokenizer = str(tmp_path / "other")
     with pytest.raises(UserError, match="a was made by another tokenizer than the one given"):
         open_data(tokens, prepare(tokens))

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from megalite.data.tokenizers import END, TextTokenizer, byte_letters, load_tokenizer
+from megalite.data.tokenizers import END, TextTokenizer, byte_letters, byte_tokenizer, load_tokenizer
 from megalite.errors.problems import UserError
-from megalite.prepare.prepare import bpe_tokenizer, byte_tokenizer
+from megalite.prepare.prepare import bpe_tokenizer
 
 WORDS = {"</s>": 0, "[UNK]": 1, "the": 2, "model": 3, "##l": 4, "a": 5, "<": 6, "/": 7, "s": 8, ">": 9}
 SPELLING = {"</s>": 0, "<": 1, "/": 2, "s": 3, ">": 4, "</": 5, "s>": 6, "a": 7, " ": 8, "\u24e2": 9}

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from megalite.data.tokenizers import END, TextTokenizer, byte_letters, load_tokenizer
+from megalite.data.tokenizers import END, TextTokenizer, _effect, byte_letters, byte_tokenizer, load_tokenizer
 from megalite.errors.problems import UserError
-from megalite.prepare.prepare import bpe_tokenizer, byte_tokenizer, char_tokenizer, named_tokenizer
+from megalite.prepare.prepare import bpe_tokenizer, char_tokenizer, named_tokenizer
 
 TEXT = 'def f(x):\n    return {"a": x + 1}  # 1 + 1 = 2\n\n\nprint(f(41))\té 日本\r\n' * 30
 KINDS = ("byte", "char", "bpe")
@@ -34,14 +34,27 @@ def test_byte_gives_the_bytes(text: str) -> None:
 
 
 def test_bytes_are_looked_up_where_the_model_says_the_same() -> None:
-    tokenizer, letters = byte_tokenizer(), [*reversed(byte_letters())]
-    spec = tokenizer.spec | {"model": tokenizer.spec["model"] | {"vocab": {it: id for id, it in enumerate(letters)}}}
-    added = tokenizer.spec["added_tokens"][0] | {"content": "é", "special": False}
-    changes = [({}, True), ({"normalizer": {"type": "Lowercase"}}, False), ({"added_tokens": [added]}, False)]
-    for change, looked_up in changes:
+    spec, letters = byte_tokenizer().spec, {letter: id for id, letter in enumerate(reversed(byte_letters()))}
+    added = spec["added_tokens"][0] | {"content": "é", "special": False}
+    changes = [
+        {"normalizer": {"type": "Lowercase"}},
+        {"added_tokens": [added]},
+        {"model": spec["model"] | {"vocab": letters}},
+    ]
+    for change in ({}, *changes):
         one = TextTokenizer(Tokenizer.from_str(json.dumps(spec | change)), {})
         assert one.encode("É, é!") == one.backend.encode("É, é!").ids
-        assert (one._ids_of_bytes is not None) == looked_up
+        assert one._gives_bytes == (not change)
+    with pytest.raises(UserError, match="only the special token '!'"):
+        TextTokenizer(Tokenizer.from_str(json.dumps(spec)), {"eos_token": "!"}).encode("é!")
+
+
+def test_offsets_are_no_part_of_what_a_tokenizer_does() -> None:
+    def effect(**changes: object) -> object:
+        steps = {"type": "Sequence", "pretokenizers": [byte_tokenizer().spec["pre_tokenizer"] | changes]}
+        return _effect(Tokenizer.from_str(json.dumps(spec(pre_tokenizer=steps))))
+
+    assert effect() == effect(trim_offsets=False) != effect(use_regex=True)
 
 
 def test_char_numbers_the_symbols_in_order() -> None:
@@ -102,7 +115,7 @@ def folder_with(folder: Path, files: dict[str, object], tokenizer: TextTokenizer
 
 
 def spec(**changes: object) -> dict[str, object]:
-    return json.loads(byte_tokenizer().backend.to_str()) | changes
+    return byte_tokenizer().spec | changes
 
 
 EMPTY = {"type": "BPE", "vocab": {}, "merges": []}
@@ -158,7 +171,7 @@ def test_a_text_of_one_word_trains_a_bpe_in_seconds_and_shorter_words_train_the_
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
     texts = [TEXT, f"{word} {TEXT}", " " * 5000, "=" * 5000]
     usual.train_from_iterator(texts, trainer)
-    assert json.loads(bpe_tokenizer(texts, 400).backend.to_str())["model"] == json.loads(usual.to_str())["model"]
+    assert bpe_tokenizer(texts, 400).spec["model"] == json.loads(usual.to_str())["model"]
     begin = time.monotonic()
     for letters in ("abcdefgh", "01234567", "=", " ", "+-*/_"):
         assert bpe_tokenizer(["".join(draw.choices(letters, k=1_000_000))], 300).vocab_size > 257
@@ -223,6 +236,6 @@ def test_what_is_no_text_has_no_bytes_and_added_words_have_theirs() -> None:
 
 @pytest.mark.parametrize("tokenizer", [byte_tokenizer(), bpe_tokenizer([MIXED], 270)])
 def test_letters_that_stand_for_bytes_count_one_each_whatever_decodes_them(tokenizer: TextTokenizer) -> None:
-    spec = json.loads(tokenizer.backend.to_str()) | {"decoder": None}
+    spec = tokenizer.spec | {"decoder": None}
     bare = TextTokenizer(Tokenizer.from_str(json.dumps(spec)), tokenizer.settings)
     assert np.array_equal(bare.bytes_of_ids(300), tokenizer.bytes_of_ids(300))

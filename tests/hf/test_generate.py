@@ -13,11 +13,11 @@ from tokenizers import Regex, pre_tokenizers
 
 from megalite.commands.models import evaluate, generate
 from megalite.config.schema import Config
-from megalite.data.tokenizers import load_tokenizer
+from megalite.data.tokenizers import byte_tokenizer, load_tokenizer
 from megalite.hf import inference
 from megalite.hf.inference import Sampling, continued, read_prompt, texts_of
 from megalite.hf.saved_model import open_model
-from megalite.prepare.prepare import bpe_tokenizer, byte_tokenizer
+from megalite.prepare.prepare import bpe_tokenizer
 from tests.hf.peers import PEERS, change_config, save_peer
 
 LIKELIEST, CONFIG = Sampling(temperature=0), Config(device="cpu")

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from megalite.data.tokenizers import TextTokenizer, load_tokenizer
-from megalite.prepare.prepare import bpe_tokenizer, byte_tokenizer, char_tokenizer
+from megalite.data.tokenizers import TextTokenizer, byte_tokenizer, load_tokenizer
+from megalite.prepare.prepare import bpe_tokenizer, char_tokenizer
 
 TEXT = "def f(x):\n    return 1234567 # the quick brown fox isn't here: naïve façade 漢字\r\n\n" * 20
 PAGE = TEXT + "a<|tool|>b <|tool|> c <|end|>!" + "  \t x ABC 12 <|TOOL|>"
@@ -26,7 +26,7 @@ FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|
 
 
 def folder_of(folder: Path, files: dict[str, Any], digits: bool = False) -> Path:
-    backend = bpe_tokenizer([TEXT], 400).backend
+    backend = Tokenizer.from_str(json.dumps(bpe_tokenizer([TEXT], 400).spec))
     if digits:
         level = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), level])
@@ -92,7 +92,7 @@ def test_what_was_saved_here_is_read_without_transformers_also_where_its_pad_is_
 
 def with_template() -> TextTokenizer:
     """One of others that puts a token before and one behind every text, as Llama's does."""
-    backend = bpe_tokenizer([TEXT], 300).backend
+    backend = Tokenizer.from_str(json.dumps(bpe_tokenizer([TEXT], 300).spec))
     backend.add_special_tokens(["<s>", "</s>"])
     pieces = [(token, backend.token_to_id(token)) for token in ("<s>", "</s>")]
     template = processors.TemplateProcessing(single="<s> $A </s>", pair="<s> $A $B </s>", special_tokens=pieces)

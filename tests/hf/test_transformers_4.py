@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from megalite.data.tokenizers import TextTokenizer
+from megalite.data.tokenizers import TextTokenizer, byte_tokenizer
 from megalite.hf.export import export_model
 from megalite.model.gpt import GPT
-from megalite.prepare.prepare import bpe_tokenizer, byte_tokenizer, char_tokenizer
+from megalite.prepare.prepare import bpe_tokenizer, char_tokenizer
 from tests.hf.peers import SMALL, batch_of, largest_error, of_random_weights, small
 
 TEXT = "the stone by the river lay in the light of the cloud."

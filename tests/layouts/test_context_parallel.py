@@ -163,7 +163,7 @@ def test_texts_are_those_of_one_process(workplace: Workplace, comm: str) -> None
 def refused(context: ParallelContext, config: Config, number: int) -> list[tuple[bool, bool]]:
     """Whether steps were skipped and refused, on a rank that cannot read its text if it is of this number."""
     data = open_data(config, prepare(config))
-    config = derive_device(derive_vocabulary(config, data.vocab_size), context)
+    config = derive_device(derive_vocabulary(config, data.train.vocab_size), context)
     training = build_training(config, context)
     fill_with_start_values(training.buffers, config, context)
     step = TrainStep(training, config.optimizer, context)

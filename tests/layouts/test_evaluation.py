@@ -29,7 +29,7 @@ LAYOUTS += [(44, 4, {"cp": 2})]
 def figures_of(context: ParallelContext, config: Config) -> ValidationMetrics:
     """Of the start values on all that is held out."""
     data = open_data(config, prepare(config))
-    config = derive_device(derive_vocabulary(config, data.vocab_size), context)
+    config = derive_device(derive_vocabulary(config, data.train.vocab_size), context)
     training = build_training(config, context)
     fill_with_start_values(training.buffers, config, context)
     assert data.validation is not None

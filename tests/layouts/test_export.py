@@ -125,7 +125,7 @@ def assert_imports_alike(workplace: Workplace, single: Row, layout: Row, folder:
 
 def imported(export: str, context: ParallelContext, config: Config) -> list[Piece]:
     """What a rank holds of the model that its run begins with."""
-    config = derive_vocabulary(config, open_data(config, prepare(config)).vocab_size)
+    config = derive_vocabulary(config, open_data(config, prepare(config)).train.vocab_size)
     config = replace(config, checkpoint=replace(config.checkpoint, init_from=export))
     training = build_training(derive_device(config, context), context)
     fill_with_start_values(training.buffers, config, context, import_model)

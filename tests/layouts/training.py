@@ -97,7 +97,7 @@ def train(
     They start after those of the checkpoint in the folder `continued`, and end in one in `saved`.
     """
     data = open_data(config, prepare(config))
-    config = derive_device(derive_vocabulary(config, data.vocab_size), context)
+    config = derive_device(derive_vocabulary(config, data.train.vocab_size), context)
     training = build_training(config, context)
     buffers = training.buffers
     done = 0

@@ -16,7 +16,7 @@ import pytest
 from pyarrow import parquet
 
 import pretrain_gpt
-from megalite.commands import prepare
+from megalite.commands import models
 from megalite.config.schema import Config
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
@@ -84,7 +84,7 @@ def broken_link() -> None:
 
 def prepared() -> None:
     text("a.txt", "some text " * 50)()
-    assert prepare.main(["data=text", "data.path=a.txt", "tokenizer=byte", "--output", "corpus"]) == 0
+    assert models.prepare(["data=text", "data.path=a.txt", "tokenizer=byte", "--output", "corpus"]) == 0
 
 
 def tokenizer_of_code() -> None:
@@ -154,7 +154,7 @@ def test_bad_data_is_refused_in_one_message_and_leaves_nothing(
     arrange()
     before = tree(launch_folder)
     capfd.readouterr()
-    status = (prepare.main if "--verify" in argv else lambda words: pretrain_gpt.main([*SMALL, *words]))(argv.split())
+    status = (models.prepare if "--verify" in argv else lambda words: pretrain_gpt.main([*SMALL, *words]))(argv.split())
     said = capfd.readouterr()
     assert status == 2, said.err
     assert said.err.count("megalite: refused") == 1, said.err
@@ -204,7 +204,7 @@ def test_an_unreadable_file_and_a_full_disk_are_said_plainly(
             patch.setattr(Path, name, refuse)
             with pytest.raises(UserError, match=r"a\.txt.*cannot be read: Permission denied"):
                 preparation.prepare(config)
-    monkeypatch.setattr(tokenizing, "as_stored", full)
+    monkeypatch.setattr(tokenizing, "write_index", full)
     with pytest.raises(UserError, match=r"No space left[\s\S]*is kept"):
         preparation.prepare(config)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models
 
-from megalite.commands import prepare
+from megalite.commands.models import prepare
 from megalite.config.compose import load_config
 from megalite.errors.problems import UserError
 from megalite.prepare import prepare as preparation
@@ -29,7 +29,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def make(output: str, path: str = "books.json", tokenizer: str = "byte") -> int:
-    return prepare.main(["data=text", f"data.path={path}", f"tokenizer={tokenizer}", "--output", output])
+    return prepare(["data=text", f"data.path={path}", f"tokenizer={tokenizer}", "--output", output])
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -92,9 +92,9 @@ def test_what_is_made_is_not_inside_the_folder_that_is_read(place: Path, capfd: 
         assert make(output, "rows") == 2
         assert "a folder that is read whole" in capfd.readouterr().err
     assert [path.name for path in Path("rows").iterdir() if path.is_file()] == ["a.jsonl"]
-    for cache in ("rows/cache", "link/cache"):
+    for path, cache in (("./rows", "rows/cache"), ("./rows", "link/cache"), ("link", "rows/more/cache")):
         with pytest.raises(UserError, match="would write into its own data"):
-            load_config(["data=text", "data.path=./rows", f"data.cache_dir={cache}"], 1)
+            load_config(["data=text", f"data.path={path}", f"data.cache_dir={cache}"], 1)
 
 
 def test_the_copy_that_datasets_keeps_of_a_local_folder_is_its_user_s_alone(place: Path) -> None:

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, models, normalizers
 from megalite.config.schema import Config
 from megalite.data.open import open_data
 from megalite.data.token_file import TokenFile, with_suffix
-from megalite.data.tokenizers import TextTokenizer
+from megalite.data.tokenizers import TextTokenizer, byte_tokenizer
 from megalite.errors.problems import UserError
-from megalite.prepare.prepare import byte_tokenizer, char_tokenizer, prepare, prepare_file, sample, targets_of
+from megalite.prepare.prepare import char_tokenizer, prepare, prepare_file, sample, targets_of
 from megalite.prepare.sources import Source, sources_of
 
 LINE = "the quick brown fox jumps over the lazy dog; "
@@ -46,7 +46,7 @@ def start(path: Path, cache: Path, tokenizer: str = "byte", workers: int = 2) ->
 def made(config: Config, path: Path) -> TokenFile:
     """The token file of `path`."""
     config.data.path = str(path)
-    [prefix] = prepare(config).prefixes
+    [prefix], _ = prepare(config)
     return TokenFile.open(prefix)
 
 
@@ -67,7 +67,7 @@ def test_one_text_file_by_char_is_its_symbols_and_nothing_else(tmp_path: Path, c
     (tmp_path / "a.txt").write_text(LINE * 100)
     config.data.path, config.tokenizer = str(tmp_path / "a.txt"), "char"
     data = open_data(config, prepare(config))
-    assert data.vocab_size == len(set(LINE))
+    assert data.train.vocab_size == len(set(LINE))
     assert data.tokenizer is not None
     (part,) = data.train.parts
     assert data.tokenizer.decode(part.file.tokens[:].tolist()) == LINE * 100
@@ -179,7 +179,7 @@ def test_workers_give_the_same_file_as_one_process(tmp_path: Path, config: Confi
     for workers in (1, 3):
         config.data.workers, config.data.cache_dir = workers, str(tmp_path / f"cache-{workers}")
         config.tokenizer, config.data.path = "bpe", str(tmp_path / "a.jsonl")
-        [prefix] = prepare(config).prefixes
+        [prefix], _ = prepare(config)
         files.append([with_suffix(prefix, ending).read_bytes() for ending in (".bin", ".idx", ".json")])
     assert files[0] == files[1]
 

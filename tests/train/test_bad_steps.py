@@ -63,6 +63,9 @@ def test_too_many_bad_steps_in_a_row_stop_the_run_with_the_checkpoint_intact(
     assert start(config) == 0
     assert max(losses(tmp_path / "run")) == STEPS
     assert all(map(math.isfinite, losses(tmp_path / "run").values()))
+    poison(set(range(4 * 5, 1000)), monkeypatch)
+    fp16 = replace(config_for(text, tmp_path / "fp16", max_bad_steps=3), precision="fp16")
+    assert start(fp16) == 0, "its loss scale is looked for"
 
 
 def test_a_step_without_a_token_in_the_loss_changes_nothing_and_is_no_bad_one(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import pretrain_gpt
-from megalite.commands import models, prepare
+from megalite.commands import models
 from tests.train.runs import write_text
 
 SHAPE = ["model.num_layers=2", "model.hidden_size=32", "model.num_attention_heads=4", "model.num_key_value_heads=2"]
@@ -178,11 +178,15 @@ def test_experts_are_chosen_with_the_biases_that_the_run_has_learned(
     trained: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     experts = {"num_experts": 4, "ffn_hidden_size": 16, "score": "sigmoid", "expert_bias_rate": 0.5}
-    train(trained, "experts", *(f"model.moe.{name}={value}" for name, value in experts.items()))
+    words = [f"model.moe.{name}={value}" for name, value in experts.items()]
+    train(trained, "experts", *words, "data.mask_end_of_document=true")
     run = str(trained / "experts")
     said, found = evaluated_in_training(run, 6), evaluation(capsys, run)
     assert found["loss"] == pytest.approx(said["val_loss"], rel=1e-6)
     assert text(capsys, run, "--prompt", "light", "--max-new-tokens", "3").startswith("light"), "no family has them"
+    other = [run, "data=text", f"data.path={trained / 'other.txt'}", f"data.cache_dir={trained / 'cache'}"]
+    masked, whole = (evaluation(capsys, *other, *more) for more in ((), ("data.mask_end_of_document=false",)))
+    assert masked["tokens"] == whole["tokens"] - 1, "other data is masked as the run's own"
 
 
 def losses_by_transformers(folder: str, tokens: list[int], length: int) -> torch.Tensor:
@@ -225,7 +229,7 @@ def test_token_files_are_evaluated_as_the_text_they_were_made_of(
 ) -> None:
     for name, tokenizer in (("tokens", f"{trained}/run/tokenizer"), ("strange", "byte")):
         words = ["data=text", f"data.path={trained / 'other.txt'}", f"tokenizer={tokenizer}"]
-        assert prepare.main([*words, "--output", str(trained / name)]) == 0
+        assert models.prepare([*words, "--output", str(trained / name)]) == 0
     found = evaluation(capsys, str(trained / "run"), "data=tokens", f"data.path={trained / 'tokens'}")
     words = [f"data.path={trained / 'other.txt'}", f"data.cache_dir={trained / 'cache'}"]
     expected = evaluation(capsys, str(trained / "run"), "data=text", *words)

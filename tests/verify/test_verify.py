@@ -33,7 +33,7 @@ from megalite.layout.stages import stage_layers
 from megalite.train import run
 from megalite.train.history import METRICS
 from megalite.verify.shrink import MOST_RANKS, load, shrink, vocabulary_of
-from megalite.verify.verify import compare, verify
+from megalite.verify.verify import compare
 from tests.checkpoint.samples import SINGLE, whole
 from tests.layouts import moe_mutants, mutants
 from tests.ranks import start_forkserver
@@ -83,20 +83,17 @@ def test_a_sound_layout_passes(capsys: pytest.CaptureFixture[str], words: str, r
     assert all(float(scale) > 0 for scale in rows.values())
 
 
-def broken(monkeypatch: pytest.MonkeyPatch, train_layout: Any) -> None:
-    """From here on the ranks of a layout run `train_layout`, and the one process what it should."""
-    monkeypatch.setattr("megalite.verify.verify.verify", partial(verify, train_layout=train_layout))
-
-
 def with_mistake(mutant: Any, config: Config, place: ProcessEnvironment) -> int:
-    """Train as users do, with the mistake of a mutant of tests/layouts, which needs to know the rank."""
+    """Train as users do, on the ranks of the layout with the mistake of a mutant of tests/layouts, which needs to know
+    the rank."""
     open_context = run.open_context
 
     def open_and_break(*settings: Any) -> ParallelContext:
         mutant(context := open_context(*settings), config)
         return context
 
-    run.open_context = open_and_break
+    if place.world_size > 1:
+        run.open_context = open_and_break
     return train_rank(config, place)
 
 
@@ -137,7 +134,7 @@ LONG_MUTANTS: list[tuple[Any, str, tuple[str, ...]]] = [
 def test_a_mistake_of_some_layout_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], mutant: Any, words: str, rows: tuple[str, ...]
 ) -> None:
-    broken(monkeypatch, partial(with_mistake, mutant))
+    monkeypatch.setattr(plan, "train_rank", partial(with_mistake, mutant))
     assert plan.verify(words.split()) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("FAIL:") for line in lines)
@@ -167,7 +164,7 @@ def test_a_rank_that_cannot_finish_is_named(
     status: int,
     said: list[str],
 ) -> None:
-    broken(monkeypatch, partial(stopped, how))
+    monkeypatch.setattr(plan, "train_rank", partial(stopped, how))
     assert plan.verify(["parallel.tp=2", "--dp=1", f"--timeout={timeout_s}"]) == status
     error = capsys.readouterr().err
     assert [text for text in said if text not in error] == [], error
