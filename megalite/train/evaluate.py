@@ -58,9 +58,12 @@ class Sums:
                 self.totals[2] += (self._bytes[batch.labels] * batch.loss_mask).sum()
 
     def metrics(self) -> ValidationMetrics:
-        """The loss is nan if no label counted."""
+        """UserError if no label counted."""
         loss, tokens, size = self.totals.tolist()
-        return ValidationMetrics(loss / tokens if tokens else math.nan, int(tokens), int(size))
+        if not tokens:
+            rule = "no token of the data to evaluate on is to be predicted"
+            raise UserError(Problem("data.mask_end_of_document", True, rule, "set it to false, or give more text"))
+        return ValidationMetrics(loss / tokens, int(tokens), int(size))
 
 
 def evaluate(
