@@ -313,7 +313,11 @@ def _hub_rows(path: Path, shard: Shard) -> Iterator[Row]:
         rows, first = rows.select(range(shard.start, shard.stop)), shard.start
     else:
         rows = rows.shard(num_shards=rows.num_shards, index=shard.start)
-    yield from _arrow_rows(rows.with_format("arrow").iter(256), shard.column, first)
+    for table in rows.with_format("arrow").iter(256):
+        if rows.info.builder_name == "csv" and "__index_level_0__" in table.schema.names:  # pandas', without a header
+            raise ValueError("the rows of a csv file have more fields than its header")
+        yield from _arrow_rows([table], shard.column, first)
+        first += len(table)
 
 
 def _arrow_rows(tables: Iterable[Any], column: str, first: int) -> Iterator[Row]:

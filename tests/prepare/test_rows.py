@@ -50,6 +50,18 @@ def test_what_would_be_lost_is_refused_with_its_row(tmp_path: Path, name: str, c
     assert f"{name}: {words}" in str(refusal.value)
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_csv_data_set_whose_rows_pandas_would_cut_is_refused(
+    tmp_path: Path, streaming: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pandas takes fields that the header does not name for an index, where all rows have them."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "hf-cache"))
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "train.csv").write_text("text\nHello, world\nHello, you\n")
+    with pytest.raises(UserError, match="more fields than its header"):
+        texts(Source("hf", (str(tmp_path / "set"),), streaming=streaming))
+
+
 def test_csv_gives_what_python_s_own_reader_gives(tmp_path: Path) -> None:
     dice = random.Random(5)
     alphabet = ["a", " ", ",", '"', "\n", "\r", "\r\n", "é", "\0", "\x0c", "\u2028", "\ufeff", "'", ";"]
