@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import io
 import itertools
-import json
 import platform
 import statistics
 import sys
@@ -40,9 +39,10 @@ import benchmark_zero
 import torch
 import transformers
 from benchmark_sides import SHAPES, WARM_UP_STEPS, Shape, Side, seconds_of
+from figures import FIGURES, write_figures
 
 from megalite.commands.train import train_rank
-from megalite.config.files import FIGURES, output_problems, write_atomically
+from megalite.config.files import output_problems
 from megalite.config.schema import Config
 from megalite.launch.device import DTYPES
 from megalite.launch.process import ProcessEnvironment
@@ -272,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"tiny {precision}: {seconds * 1e3:.1f} ms per step, {share:.2%} of it outside the step's own work")
         if options.json:
             report["figures"] = {name: {"step_s": step, "outside": share} for name, (step, share) in overheads.items()}
-            write_atomically(options.json, json.dumps(report, indent=2).encode(), FIGURES)
+            write_figures(options.json, report)
         return 0
 
     comparisons: list[Comparison] = []
@@ -288,7 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n" + table(comparisons))
     if options.json:
         report |= {"product_flops": products, "figures": [asdict(line) for line in comparisons]}
-        write_atomically(options.json, json.dumps(report, indent=2).encode(), FIGURES)
+        write_figures(options.json, report)
     return 0
 
 

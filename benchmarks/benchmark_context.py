@@ -8,15 +8,13 @@ each has whole sequences, of context-parallel ranks half of each.
 """
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from benchmark_moe import REFERENCE, Contenders, compare, table
 from benchmark_sides import Shape
-
-from megalite.config.files import FIGURES, write_atomically
+from figures import write_figures
 
 FIXED = ("train.compile=false",)
 LONG = ("model.vocab_size=4096", "model.num_layers=1", "train.seq_length=8192")
@@ -42,5 +40,5 @@ def run(names: Sequence[str], precisions: Sequence[str], *, rounds: int, batch: 
         report.append({"model": name} | asdict(comparison))
         faults += comparison.faults
     if file is not None:
-        write_atomically(file, json.dumps(report, indent=2).encode(), FIGURES)
+        write_figures(file, report)
     return int(bool(faults))

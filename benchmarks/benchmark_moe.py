@@ -8,7 +8,6 @@ the same model on the same global batch, in turns, and their losses must agree. 
 """
 
 import itertools
-import json
 import multiprocessing
 import os
 import statistics
@@ -26,10 +25,10 @@ from unittest import mock
 import benchmark_sides
 import torch
 from benchmark_sides import Megalite, Shape, environment_kept, seconds_of
+from figures import write_figures
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore  # torch.distributed exports it, but not to type checkers
 
-from megalite.config.files import FIGURES, write_atomically
 from megalite.config.schema import Config
 from megalite.context_parallel import exchange
 from megalite.launch.environment import set_variables
@@ -287,5 +286,5 @@ def run(names: Sequence[str], precisions: Sequence[str], *, rounds: int, batch: 
         report.append({"model": name, "layer": asdict(layer)} | asdict(comparison))
         faults += comparison.faults
     if file is not None:
-        write_atomically(file, json.dumps(report, indent=2).encode(), FIGURES)
+        write_figures(file, report)
     return int(bool(faults))

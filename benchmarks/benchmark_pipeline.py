@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from figures import write_figures
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore  # torch.distributed exports it, but not to type checkers
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.multiprocessing.spawn import spawn
 
 from megalite.config.compose import load_config
-from megalite.config.files import FIGURES, write_atomically
 from megalite.config.schedule_request import ScheduleRequest
 from megalite.config.schema import Config
 from megalite.data.batch import Batch, whole_batch
@@ -335,6 +335,5 @@ def run(names: Sequence[str], precisions: Sequence[str], *, rounds: int, batch: 
         print(*comparison.aims, sep="\n", flush=True)
         comparisons.append(comparison)
     if file is not None:
-        figures = json.dumps([asdict(comparison) for comparison in comparisons], indent=2)
-        write_atomically(file, figures.encode(), FIGURES)
+        write_figures(file, [asdict(comparison) for comparison in comparisons])
     return int(any(comparison.faults for comparison in comparisons))

@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from benchmark_bytes import Primitives, bytes_by_formula, bytes_on_the_wire
+from figures import write_figures
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore  # torch.distributed exports it, but not to type checkers
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,7 +33,6 @@ from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 
 from megalite.config.compose import load_config
-from megalite.config.files import FIGURES, write_atomically
 from megalite.config.schema import Config
 from megalite.data.batch import Batch, whole_batch
 from megalite.launch.context import ParallelContext
@@ -385,6 +385,5 @@ def run(names: Sequence[str], precisions: Sequence[str], *, rounds: int, batch: 
         print(verdict or "losses and gradient norms agree, bytes are the formula's", flush=True)
         comparisons.append(comparison)
     if file is not None:
-        figures = json.dumps([asdict(comparison) for comparison in comparisons], indent=2)
-        write_atomically(file, figures.encode(), FIGURES)
+        write_figures(file, [asdict(comparison) for comparison in comparisons])
     return int(any(comparison.faults for comparison in comparisons))

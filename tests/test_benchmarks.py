@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.multiprocessing.spawn import start_processes
 
-from megalite.config.files import FIGURES, in_the_way
+from megalite.config.files import in_the_way
 from megalite.hf.saved_model import import_model
 from megalite.launch.context import ParallelContext
 from megalite.model.flops import parameter_count
@@ -71,7 +71,7 @@ def test_a_benchmark_starts_finds_no_fault_and_writes_its_figures(
     assert bench.main.main(arguments) == 0, capsys.readouterr().out
     assert said in capsys.readouterr().out
     assert json.loads(file.read_text())
-    assert in_the_way(file, FIGURES) == "", "else a second run would refuse its own file"
+    assert in_the_way(file, bench.main.FIGURES) == "", "else a second run would refuse its own file"
 
 
 @pytest.mark.parametrize("model", ["tiny", "gpt2"])

@@ -36,10 +36,6 @@ class Found:
     state: dict[str, Any]
     context: ParallelContext
 
-    @property
-    def step(self) -> int:
-        return self.manifest.step
-
     def read_into(self, pieces: Sequence[Piece], *, unread: Callable[[str], bool] = lambda name: False) -> None:
         """Fill the tensors of `pieces`; collective. Tensors whose name is `unread` are left alone on both sides.
 

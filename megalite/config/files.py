@@ -135,9 +135,7 @@ class Kind(NamedTuple):
     mark: bytes
 
 
-_FIGURES = rb'\{\n  "hardware": "|\[\n  \{\n    "model": "[\w.]+",\n    "(precision|layer)": '
 STATUS = Kind("a status file", "run.status", rb'\{"state": "\w+", "step": \d+, "steps": \d+, "run_dir": "')
-FIGURES = Kind("figures of a benchmark", "speed.json", _FIGURES)
 RUN_LOCK = Kind("the lock of a run", LOCK, rb'\Z|\{"host": ')
 
 

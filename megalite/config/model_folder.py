@@ -11,7 +11,7 @@ from typing import Any
 from megalite.config.files import read_object
 from megalite.config.rule import Case, outside, problems_of
 from megalite.config.rules import RULES
-from megalite.config.schema import Config, ModelConfig
+from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, with_values
 from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse
 from megalite.hf.families import FAMILIES
@@ -65,12 +65,6 @@ def _misfits(values: Mapping[str, Any], keys: Mapping[str, str]) -> Iterator[Mis
                 yield keys[name], value, f"must be {setting.type_words.removesuffix(' or null')}"
         elif problem := outside(setting, value):
             yield keys[name], value, problem.rule
-
-
-def imported_model(folder: str | Path) -> ModelConfig:
-    """The model of these settings; sizes that no config.json tells are not derived."""
-    settings = imported_model_settings(folder)
-    return with_values(Config(), {f"model.{name}": value for name, value in settings.items()}).model
 
 
 def holds_tokenizer(folder: Path) -> bool:

@@ -69,7 +69,7 @@ def evaluate_saved(
     found = sums.metrics()
     return {
         "model": str(folder),
-        "step": saved.found.step if saved.found else None,
+        "step": saved.found.manifest.step if saved.found else None,
         "data": description,
         "tokens": found.tokens,
         "seq_length": config.train.seq_length,

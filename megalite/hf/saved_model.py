@@ -27,7 +27,6 @@ from megalite.config.model_folder import (
     SETTING,
     folder_problem,
     holds_tokenizer,
-    imported_model,
     imported_model_settings,
     read_model_file,
 )
@@ -124,8 +123,9 @@ def open_model(folder: Path, step: int | None = None) -> SavedModel:
     length = min(length for length in lengths if isinstance(length, int) and length > 0)
     saved_in = f"torch.{about.get('dtype') or about.get('torch_dtype')}"
     precision = next((name for name, dtype in DTYPES.items() if str(dtype) == saved_in), "auto")
-    config = with_values(Config(), {"precision": precision, "train.seq_length": length})
-    config = replace(config, model=derive_model(imported_model(folder), length))
+    told = {f"model.{name}": value for name, value in imported_model_settings(folder).items()}
+    config = with_values(Config(), {**told, "precision": precision, "train.seq_length": length})
+    config = replace(config, model=derive_model(config.model, length))
     return SavedModel(folder, config, folder if holds_tokenizer(folder) else None)
 
 

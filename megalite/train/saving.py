@@ -91,7 +91,7 @@ def restore(job: "Job", found: Found) -> None:
     training.cast_and_gather_params()
     if training.loss_scale is not None and state.loss_scale is not None:  # not if it was no fp16 run
         training.loss_scale.state.copy_(torch.tensor(state.loss_scale))
-    job.resumed_from, job.progress, job.tokenizer_files = found.step, state.progress, state.tokenizer
+    job.resumed_from, job.progress, job.tokenizer_files = found.manifest.step, state.progress, state.tokenizer
     job.seals = state.record
     before, now, consumed = state.config["train"]["seq_length"], job.config.train.seq_length, state.progress.samples
     if before != now:

@@ -26,7 +26,7 @@ def save_plain(folder: Path, step: int, keep: int = 2, good_before: int = 0) -> 
 def newest_step(folder: Path) -> int:
     found = newest(folder, SINGLE, no_report)
     assert found is not None
-    return found.step
+    return found.manifest.step
 
 
 def record_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:

@@ -39,10 +39,10 @@ def rewrite_manifest(checkpoint: Path, change: Callable[[Manifest], Manifest]) -
 def load(found: Found | None) -> int:
     """Read the checkpoint into live tensors; the step whose values they have."""
     assert found is not None
-    pieces = blank(whole(values(found.step)))
+    pieces = blank(whole(values(found.manifest.step)))
     found.read_into(pieces)
-    assert equal(pieces, whole(values(found.step)))
-    return found.step
+    assert equal(pieces, whole(values(found.manifest.step)))
+    return found.manifest.step
 
 
 def test_every_single_bit_flip_is_noticed(tmp_path: Path, pytestconfig: pytest.Config) -> None:

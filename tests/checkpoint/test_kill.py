@@ -34,7 +34,7 @@ def save_until_killed(context: ParallelContext, root: Path, behind: bool, victim
     if context.rank == 0:
         recover(folder)
     found = newest(folder, context, no_report)
-    step = found.step if found else 0
+    step = found.manifest.step if found else 0
     context.barrier()
     if context.rank in victims:
         threading.Timer(delay, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -88,12 +88,12 @@ def check(root: Path, last: int = 0) -> int:
     if found is None:
         assert acknowledged == last == 0
         return 0
-    assert max(acknowledged, last) <= found.step <= max(acknowledged, last) + 1
-    assert found.state == {"step": found.step}
-    pieces = blank(whole(values(found.step)))
+    assert max(acknowledged, last) <= found.manifest.step <= max(acknowledged, last) + 1
+    assert found.state == {"step": found.manifest.step}
+    pieces = blank(whole(values(found.manifest.step)))
     found.read_into(pieces)
-    assert equal(pieces, whole(values(found.step)))
-    return found.step
+    assert equal(pieces, whole(values(found.manifest.step)))
+    return found.manifest.step
 
 
 def kill_again_and_again(root: Path, ranks: int, behind: bool, trials: int, seed: int) -> None:

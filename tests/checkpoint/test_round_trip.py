@@ -36,7 +36,7 @@ def load_layout(context: ParallelContext, folder: Path, layout: str, step: int) 
     pieces = blank(expected)
     found = newest(folder, context, no_report)
     assert found is not None
-    assert (found.step, found.state) == (step, {"step": step})
+    assert (found.manifest.step, found.state) == (step, {"step": step})
     found.read_into(pieces)
     return equal(pieces, expected)
 
@@ -60,7 +60,7 @@ def test_every_dtype_and_the_json_come_back_exactly(tmp_path: Path) -> None:
     found.read_into(pieces)
     assert equal(pieces, whole(values(7)))
     assert found.state == STATE
-    assert found.step == 7
+    assert found.manifest.step == 7
     assert saved.bytes == sum(f.stat().st_size for f in saved.path.iterdir() if f.name != "manifest.json")
 
 

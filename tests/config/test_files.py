@@ -20,7 +20,6 @@ from tests.config.refusal import refusal, settings
 # As f4fa60b wrote them, but the pictures, which have a mark only since.
 WRITTEN = {
     "STATUS": b'{"state": "stopped", "step": 6, "steps": 20, "run_dir": "/scratch/run", "by": "SIGUSR1"}\n',
-    "FIGURES": b'[\n  {\n    "model": "tiny",\n    "precision": "fp32",\n    "parameters": 7',
     "POINT": b'{"words": ["seed=1"], "run_dir": "/runs/x", "status": "trained", "val_loss": 4.5}',
     "STOP": b"..",
     "SWEEP": b"hydra:\n  run:\n    dir: .\n",

@@ -140,4 +140,9 @@ def matching_config(folder: Path, **changes: Any) -> ModelConfig:
     """The resolved configuration of the folder's model."""
     settings = {"attention_dropout": 0.0, "embedding_dropout": 0.0, "loss_chunk_tokens": 16, "vocab_multiple": 32}
     settings = {"max_positions": 32, **imported_model_settings(folder), **settings, **changes}
+    return model_of(settings)
+
+
+def model_of(settings: dict[str, Any]) -> ModelConfig:
+    """The model of these settings and the defaults of others; sizes that follow from others are not derived."""
     return with_values(Config(), {f"model.{name}": value for name, value in settings.items()}).model

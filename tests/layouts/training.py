@@ -108,7 +108,7 @@ def train(
         assert found is not None
         found.read_into(training_pieces(training))
         training.cast_and_gather_params()
-        done = found.step
+        done = found.manifest.step
     step = TrainStep(training, config.optimizer, context)
     plan, share = islice(planned_steps(config.train, done=0, samples=0), done, None), data_share(context)
     figures, gradients = [], []
