@@ -1,6 +1,7 @@
 """Main gradients, and the parameters that meet them outside of products: tables that are looked up, small vectors.
 
-Layers whose parameters have a main gradient (fp32, fp64 in fp64) add to it in backward, and autograd sees no gradient.
+Layers whose parameters have a main gradient (fp32, fp64 in fp64) add to it in backward, the head in the forward of the
+loss, and autograd sees no gradient.
 """
 
 from typing import Any

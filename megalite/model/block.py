@@ -1,7 +1,7 @@
 """One transformer block, pre-norm: x + attention(norm(x)), then x + mlp(norm(x)) or, with experts, x + moe(norm(x)).
 
-A function of its inputs and parameters, so that it can be recomputed in backward and compiles (`fullgraph`): all of it,
-or with experts its attention, since how many rows they have is only known when they run.
+A function of its inputs and parameters (routers also add a row to `BlockInputs.routing`), so that backward can
+recompute it. `compile_parts` says what of it is compiled: the rows of an expert are only known when they run.
 """
 
 from collections.abc import Collection
@@ -31,7 +31,7 @@ from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLin
 
 class Block(nn.Module):
     """The residual stream stays in the compute dtype. `recompute`: what backward computes again, of "attention",
-    "norm", "activation" and "moe". With `experts`, the ranks that hold one set of them together, an MLP of experts."""
+    "norm", "activation" and "moe". `experts`: the ranks that together hold one set of them, which replaces the MLP."""
 
     def __init__(
         self,

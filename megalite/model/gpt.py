@@ -120,7 +120,7 @@ class GPT(nn.Module):
             block.compile_parts(compile_options(tp, async_tp=bool(config.parallel.async_tp)))
 
     def _block(self, layer: int, train: TrainConfig, expert_ranks: ExpertRanks) -> Block:
-        # The first and the last lose most by rounding, and so would the head.
+        # No fp8 in the first and the last layer, nor in the head: these lose most by rounding.
         place = replace(self.place, fp8=train.fp8 if 0 < layer < self.config.num_layers - 1 else None)
         modules = train.recompute_modules if train.recompute == "selective" else ()
         return Block(
@@ -161,13 +161,13 @@ class GPT(nn.Module):
         """scale (0-d) * sum of the losses of the batch's unmasked tokens: 0-d, fp32 (fp64 in fp64), alike on tp ranks.
 
         Label smoothing and z-loss are part of it while training. A stage without the loss returns what `forward` does.
-        The head's weight gets its gradient in this very call, so backward must begin here, with a gradient of one.
+        A head with a main gradient adds to it in this very call, so backward must begin here, with a gradient of one.
         Losses of routers enter in backward alone: they are in the gradients, and in `router_metrics`.
         """
         hidden: Tensor = self(batch, received, scale)
         if not self.has_loss:
             return hidden
-        head = self._head()  # now: its values may have been on their way until here
+        head = self._head()  # only now: it waits for the all-gather of its weight
         extras = (self.label_smoothing, self.z_loss) if self.training else (0.0, 0.0)
         return linear_cross_entropy(
             hidden.flatten(0, 1),  # [s * b, h] or [s/t * b, h]
@@ -183,12 +183,12 @@ class GPT(nn.Module):
         )
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """Logits of final hidden states, the same on all ranks of a model: [..., h] -> [..., vocab_size]."""
+        """Logits of final hidden states, alike on the ranks of tp: [..., h] -> [..., vocab_size]."""
         head, tp = self._head(), self.place.tp
         if tp is None:
             return linear(hidden, head.weight[: self.vocab_size])
-        own, behind = linear(hidden, head.weight, group=tp), padded_vocabulary(self.config) - head.first_row
-        in_place = F.pad(own, (head.first_row, behind - own.shape[-1]))  # zero where other ranks have the columns
+        own, columns = linear(hidden, head.weight, group=tp), padded_vocabulary(self.config) - head.first_row
+        in_place = F.pad(own, (head.first_row, columns - own.shape[-1]))  # zero where other ranks have the columns
         return reduce_from_tensor_parallel(in_place, tp)[..., : self.vocab_size]
 
     def logits(self, batch: Batch) -> Tensor:
@@ -208,8 +208,8 @@ class GPT(nn.Module):
 
     def _dropout_keys(self, batch: Batch) -> dict[Stream, DropoutKey]:
         """Dropout keys of this microbatch by stream; streams with probability 0 have none."""
-        config, split, number = self.config, self.place.sequence, partial(torch.arange, device=self.device)
-        samples = batch.first_sample + number(len(batch.tokens))
+        config, split, arange = self.config, self.place.sequence, partial(torch.arange, device=self.device)
+        samples = batch.first_sample + arange(len(batch.tokens))
         keys: dict[Stream, DropoutKey] = {}
         if self.training and (config.dropout or config.embedding_dropout):
             places = batch.places if split is None else batch.places.chunk(split.size)[split.index]
@@ -221,8 +221,8 @@ class GPT(nn.Module):
             for group in (self.place.tp, None if self.context is None else self.context.alltoall):
                 if group is not None:
                     heads = heads[group.index * len(heads) // group.size :][: len(heads) // group.size]
-            own = heads.start + number(len(heads))
-            keys |= self.attention_streams.attention_keys(samples, own, number(batch.length))
+            own = heads.start + arange(len(heads))
+            keys |= self.attention_streams.attention_keys(samples, own, arange(batch.length))
         return keys
 
     def _run_blocks(self, x: Tensor, batch: Batch, keys: Mapping[Stream, DropoutKey], scale: Tensor | None) -> Tensor:

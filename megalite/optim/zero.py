@@ -1,4 +1,4 @@
-"""ZeRO-1: ranks that hold the same parameters share the optimizer's state (Rajbhandari et al. 2019, arXiv 1910.02054).
+"""ZeRO-1: ranks that hold the same parameters divide the optimizer's state (Rajbhandari et al. 2019, arXiv 1910.02054).
 
 Ranks with the same parameters (dp x cp, for experts edp) form replicas of the optimizer. Within a replica each rank
 owns an equal slice of every bucket (layout/buffer_layout.py); a bucket travels in three phases of a step:
@@ -6,7 +6,7 @@ owns an equal slice of every bucket (layout/buffer_layout.py); a bucket travels 
 1. Reduce, during backward: once the last gradient of a bucket is there, a reduce-scatter over `shard_group` gives each
    rank the sum of its slice. At the end, several replicas (hybrid sharding) add up their slices: an all-reduce over
    `replicate_group`. Unsharded (zero=0), the whole bucket is all-reduced over `replicate_group` during backward.
-2. Update: each rank updates the masters of its slices and rounds them into its slices of the parameters (optimizer.py).
+2. Update: each rank updates the masters of its slices and rounds them into its slices of the parameters (adamw.py).
 3. Gather, during the next forward: an all-gather over `shard_group` makes the parameters whole, in the order in which
    forward uses them. A part of the model waits for its buckets right before it is used.
 
@@ -15,7 +15,7 @@ owns an equal slice of every bucket (layout/buffer_layout.py); a bucket travels 
     scatter 0 > scatter 1 > scatter 2 > replicas > partial sums > clip > update > gather N > gather N-1 > ...
 
 All ranks of a group start transfers in the order of the buckets: a bucket that is ready waits for those before it.
-Where a parameter had no gradient on some rank, its bucket is sent in `finish`.
+Where a parameter had no gradient on some rank, its bucket and those behind it are sent in `finish`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -79,7 +79,7 @@ class GradientSync:
         self._buffers, self._comm_dtype = buffers, comm_dtype
         self._groups = [replicas[bucket.kind] for bucket in buffers.layout.buckets]
         self._watched = [0] * len(self._groups)  # by bucket: gradients that the last backward passes bring
-        self._last: dict[int, Later] = {}  # chunks whose last gradients are coming
+        self._last: dict[int, Later] = {}  # by chunk whose last gradients are coming: the queue of its transfers
         self._started: list[Transfer | None] = []
         self._nodes: list[Node] = []  # hooks live as long as these
         for chunk, part in enumerate(chunks):
@@ -119,7 +119,7 @@ class GradientSync:
         self._started.append(transfer)
 
     def finish(self) -> None:
-        """Return when `buffers.gradients` hold the sums over all ranks that hold the same parameters."""
+        """`buffers.gradients` hold the sums over all ranks with the same parameters, for what this stream does next."""
         while len(self._started) < len(self._groups):
             self._start_next()
         across: list[Transfer] = []
@@ -137,7 +137,7 @@ class GradientSync:
 class ParameterGather:
     """Phase 3: makes the parameter buckets whole from the slices of the ranks that share state.
 
-    A wait for them happens within a `waiting()`.
+    `waiting()` times each wait.
     """
 
     def __init__(
@@ -165,13 +165,13 @@ class ParameterGather:
             self.finish()
 
     def wait_for(self, part: str) -> None:
-        """Return when all parameters of this part of the model (see `part_of`) are there."""
+        """All parameters of this part of the model (see `part_of`) are there for what this stream does next."""
         for number in sorted(self._buckets_of.get(part, set()) & self._pending.keys(), reverse=True):  # as started
             with self._waiting():
                 self._pending.pop(number).wait()
 
     def finish(self) -> None:
-        """Return when all parameters are there."""
+        """All parameters are there for what this stream does next."""
         for part in reversed(self._buckets_of):
             self.wait_for(part)
 
@@ -192,14 +192,14 @@ class Transfer:
 
     def wait(self) -> None:
         """Return once the result may be used: on CUDA, by what is issued next on this stream."""
-        for work in reversed(self.works):
+        for work in reversed(self.works):  # gloo: when a rank dies, the piece under way fails only after the timeout
             work.wait()
         if self.result.dtype != self.target.dtype:
             self.target.copy_(self.result)
 
 
 def bucket_reduce_scatter(bucket: Tensor, group: dist.ProcessGroup, *, comm_dtype: torch.dtype) -> Transfer:
-    """Rank i's slice [i*B/n, (i+1)*B/n) of `bucket` [B] becomes the sum of that slice over the n ranks.
+    """Starts: rank i's slice [i*B/n, (i+1)*B/n) of `bucket` [B] becomes the sum of that slice over the n ranks.
 
     The rest of the bucket may hold anything afterwards. Terms travel and are added in `comm_dtype`.
     """
@@ -214,13 +214,13 @@ def bucket_reduce_scatter(bucket: Tensor, group: dist.ProcessGroup, *, comm_dtyp
 
 
 def bucket_all_reduce(tensor: Tensor, group: dist.ProcessGroup, *, comm_dtype: torch.dtype) -> Transfer:
-    """`tensor` becomes its sum over the ranks, in the same bits on all of them."""
+    """Starts: `tensor` becomes its sum over the ranks, in the same bits on all of them."""
     carried = tensor.to(comm_dtype)
     return Transfer([group.allreduce([carried])], carried, tensor)
 
 
 def bucket_all_gather(bucket: Tensor, group: dist.ProcessGroup) -> Transfer:
-    """Rank i's slice [i*B/n, (i+1)*B/n) of `bucket` [B] comes to the same place in every rank's, for all i."""
+    """Starts: rank i's slice [i*B/n, (i+1)*B/n) of `bucket` [B] comes to the same place in every rank's, for all i."""
     if dist.get_backend(group) == "gloo":
         pieces = _pieces(bucket, group)
         works = [dist.broadcast(piece, group=group, group_src=rank, async_op=True) for rank, piece in pieces]
@@ -231,6 +231,5 @@ def bucket_all_gather(bucket: Tensor, group: dist.ProcessGroup) -> Transfer:
 
 def _pieces(bucket: Tensor, group: dist.ProcessGroup) -> list[tuple[int, Tensor]]:
     """The slice of each rank in pieces, for gloo, whose own reduce-scatter and gather take two to three times as long
-    as a reduce or broadcast of each piece. When a rank dies, the piece that is half through fails only after the
-    timeout, and those behind it at once."""
+    as a reduce or broadcast of each piece. When a rank dies, pieces behind the one that is under way fail at once."""
     return [(rank, piece) for rank, part in enumerate(bucket.chunk(group.size())) for piece in part.split(PIECE)]

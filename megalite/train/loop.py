@@ -2,8 +2,8 @@
 
 For each step: the next batch, one optimizer step, and what is due after it: a check of the replicas, an evaluation, a
 checkpoint, a sample of text. A step of train.skip_steps only consumes its samples. A stop signal ends the run after the
-step in which all ranks learn of it, saved. An evaluation or a sample of text ends at its next batch or token; the next
-start makes up for the evaluation.
+step in which all ranks learn of it, saved. It also breaks off an evaluation at its next batch, which the next start
+repeats, and a sample of text at its next token.
 """
 
 import gc
@@ -42,17 +42,17 @@ from megalite.train.metrics import Meter
 from megalite.train.saving import Progress, Saver, TrainingStoppedError, check_replicas
 from megalite.train.step import PendingMetrics, TrainStep
 
-# An accelerator runs ahead of the host: its metrics are read one step late. A CPU's are there at once.
+# The host runs ahead of an accelerator, whose metrics are read one step late. A CPU's are there at once.
 LATENESS = {"cpu": 0, "cuda": 1}
 PROFILES, ROWS = "profile", 30  # the folder in a run's, and rows of its tables
 Phase = Literal["start-up", "training", "in a save"]  # of a rank
-PATIENCE: dict[Phase, float] = {"start-up": inf, "in a save": SAVES}  # tokens to prepare may take a day, for example
+PATIENCE: dict[Phase, float] = {"start-up": inf, "in a save": SAVES}  # times the time-out; tokens may take a day
 BROKEN_OFF = "asked to stop: the {} after step {} is broken off, nothing of it is recorded"
 
 
 @dataclass
 class Job:
-    """One run on this rank: all that it consists of, and where it stands. `set_up` fills it, the loop moves it on."""
+    """One run on this rank: all that it consists of, and where it stands. A start fills it, the loop moves it on."""
 
     config: Config
     context: ParallelContext
@@ -71,13 +71,13 @@ class Job:
     tokenizer_files: dict[str, str] = field(default_factory=dict)  # name -> hash
     seals: dict[str, Any] = field(default_factory=dict)  # of the files of the record
     measured: Record = field(default_factory=dict)  # the newest line of a step
-    finished: bool = False  # an earlier start has done and recorded everything: this one leaves the folder as it is
+    finished: bool = False  # an earlier start has done and recorded everything: this one has no step to do
 
     # Where this start stands.
     stop: StopSignals = field(default_factory=StopSignals)
     stopping: bool = False  # all ranks know that one of them was asked to stop
     problems: list[Problem] = field(default_factory=list)  # of the input that this rank has read: no step is applied
-    under_way: bool = False  # the first step is done: from now on no rank is late for a good reason
+    under_way: bool = False  # the first step is done: from now on parallel.timeout_s holds, not startup_timeout_s
     phase: Phase = "start-up"
     begun_step: int = 0
     evaluated_step: int = -1  # the newest one
@@ -90,7 +90,7 @@ class Job:
     def owes_evaluation(self) -> bool:
         """Whether the evaluation that is due after the newest step has not been done."""
         step, train = self.progress.step, self.config.train
-        evaluates = self.data.validation is not None and self.evaluated_step != step > 0
+        evaluates = self.data.validation is not None and step > 0 and self.evaluated_step != step
         return evaluates and (step % train.eval_interval == 0 or step == train.steps)
 
     @property
@@ -110,12 +110,12 @@ class Job:
 
 
 def train(job: Job) -> None:
-    """All remaining steps, or as many as pass until a stop is asked for; leaves the last state saved."""
+    """All remaining steps, or as many as pass until a stop is asked for; the last state is saved."""
     config, saver, clock, settings = job.config, job.saver, job.training.clock, job.config.train
     train_step, meter = TrainStep(job.training, config.optimizer, job.context), Meter(config, job.context, job.measured)
     device, evaluates = job.context.device, job.data.validation is not None
     launched = deque[tuple[StepBatches, PendingMetrics | None]]()  # steps whose metrics have not been read yet
-    hooks: list[tuple[int, bool, Callable[[int], None]]] = [  # after how many steps (0: never), at the end too, what
+    hooks: list[tuple[int, bool, Callable[[int], None]]] = [  # (every n steps, 0: never; at the end too; what)
         (settings.check_replicas_every, False, partial(check_replicas, job.training, job.context)),
         (settings.eval_interval if evaluates else 0, evaluates, partial(evaluate_model, job)),
         (config.checkpoint.interval, True, saver.save),
@@ -272,7 +272,7 @@ def profiled_step(job: Job, step: int) -> Iterator[None]:
     table of the costliest operations, or a warning."""
     clock, cuda, label = job.training.clock, job.context.device.type == "cuda", ExitStack()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    thread, unheard = threading.get_ident(), clock.listener
+    thread, listener_before = threading.get_ident(), clock.listener
 
     def begin(part: StepPart) -> None:
         """The part that was open ends. Another thread's view of it (autograd's) is not the step's."""
@@ -284,10 +284,10 @@ def profiled_step(job: Job, step: int) -> Iterator[None]:
         clock.listener = begin
         clock.restart()
         yield
-        job.training.gather.finish()  # torch notes a transfer's end where its record was, freed or not
+        job.training.gather.finish()  # a transfer that ends later would write into freed memory of torch's
         if cuda:
             torch.cuda.synchronize(job.context.device)
-    clock.listener = unheard
+    clock.listener = listener_before
     path = job.folder.path / PROFILES / f"step-{step:08d}-rank-{job.context.rank:05d}"
     table = record.key_averages().table(sort_by=f"self_{'device' if cuda else 'cpu'}_time_total", row_limit=ROWS)
     try:

@@ -1,9 +1,9 @@
-"""One optimizer step, in the order in which it happens. Nothing here waits for the device.
+"""One optimizer step, in the order in which it happens. Only the reading of its metrics waits for the device.
 
 The loss that is optimised is the loss that is reported: the sum of token losses over the global batch divided by its
-number of unmasked tokens, which is known before the first backward. Losses of routers are added to the first, and
-reported beside it. A step whose loss or gradient is not finite changes nothing. A step without an unmasked token does
-not either: its gradients are zero, but weight decay and moments would act all the same.
+number of unmasked tokens, which is known before the first backward. Router losses alone are optimised beside it, and
+reported separately. A step whose loss or gradient is not finite changes no parameter, moment or router. A step without
+an unmasked token does not either: its gradients are zero, but weight decay and moments would act all the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ class PendingMetrics:
     reading them later waits for this step and for none that was launched after it."""
 
     def __init__(self, numbers: Sequence[Tensor], routing: Tensor, lap: Callable[[], TimeSplit], *, fp16: bool) -> None:
-        """`numbers`: the first fields of StepMetrics, 0-d fp64 each. `routing`: the last, on the device, maybe empty.
+        """`numbers`: the first fields of StepMetrics, 0-d fp64 each. `routing`: its field, on the device, maybe empty.
         `lap`: this rank's times, to be read once, after them."""
         self._lap, self._fp16 = lap, fp16
         on_device = torch.cat([torch.stack(list(numbers)), routing.flatten()])
@@ -57,7 +57,7 @@ class TrainStep:
         self._partial_gradients = partial_gradients(training.buffers, context)
         embeds = any(chunk.embeds for chunk in training.chunks)
         self._counted_gradients = owned_for_norm(training.buffers, training.replicas, embeds=embeds)
-        self._counts_loss = training.chunks[-1].has_loss and context.index("tp") == 0  # ranks of tp compute the same
+        self._adds_loss = training.chunks[-1].has_loss and context.index("tp") == 0  # ranks of tp compute the same
         self._zero = torch.zeros((), dtype=torch.float64, device=training.buffers.device)
         self._lr = torch.zeros_like(self._zero)
         self._routers = Routers(training.chunks)
@@ -96,30 +96,30 @@ class TrainStep:
         if training.loss_scale is not None:
             loss_scale = training.loss_scale.value.clone()
 
-        # Forward and backward of all microbatches. Each gradient bucket is on its way to the ranks that hold the same
-        # parameters (reduce-scatter in the shard group, all-reduce in the replicate group) once backward has filled it.
+        # Forward and backward of all microbatches. Once backward has filled a gradient bucket, it is on its way to the
+        # ranks that hold the same parameters (zero.py).
         loss = training.executor.forward_backward(
             microbatches, loss_scale / tokens.clamp(min=1).to(training.buffers.master_dtype)
         )
 
-        # The sums over replicas arrive. Partial gradients are then summed over the ranks that each have a part of them:
-        # tp, ranks with the same key-value heads, the two ends of a pipeline with a tied embedding. (On one stage both
-        # uses of a tied embedding have added to one main gradient: the head in the loss's forward.)
+        # The sums over data-parallel ranks arrive. Partial gradients are then summed over the ranks that have a part of
+        # each: tp, ranks with the same key-value heads, the two ends of a pipeline with a tied embedding. (On one stage
+        # both uses of a tied embedding have added to one main gradient: the head in the loss's forward.)
         clock.switch("communication")
         training.sync.finish()
         for partial in self._partial_gradients:
             partial.all_reduce()
 
-        # The norm of the gradient, the loss, the flags and what routers counted, of all ranks: one all-reduce. One rank
-        # of each model adds its loss and tokens. Anything that is not finite on one rank makes the sum so on all.
+        # The norm of the gradient, the loss, the flags and what routers counted, of all ranks: one all-reduce. Ranks of
+        # tp know the same loss and tokens: one adds both. What is not finite on one rank makes the sum so on all.
         clock.switch("optimizer")
-        counts = self._counts_loss
+        adds_loss = self._adds_loss
         own = [
             gradient_norm(self._counted_gradients).square() if self._counted_gradients else self._zero,
-            loss.double() if counts else self._zero,
+            loss.double() if adds_loss else self._zero,
             self._number(stop, torch.float64),
             self._number(refused, torch.float64),
-            self._number((next_local_tokens or 0) if counts else 0, torch.float64),
+            self._number((next_local_tokens or 0) if adds_loss else 0, torch.float64),
         ]
         clock.switch("communication")
         routing = self._routers.figures()

@@ -329,6 +329,6 @@ def loss_told_by_every_stage(context: ParallelContext, config: Config) -> None:
 
     def and_tell(self: Any, *args: Any) -> None:
         init(self, *args)
-        self._counts_loss = True
+        self._adds_loss = True
 
     step_module.TrainStep.__init__ = and_tell  # type: ignore[method-assign]
