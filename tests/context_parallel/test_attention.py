@@ -152,7 +152,13 @@ def compute_in_small_tiles(context: ParallelContext, case: Case) -> Any:
 
 def masked_rows_merged(context: ParallelContext, case: Case) -> Any:
     """A row that sees no key of a tile keeps the log-sum-exp 0 that torch's kernel gives it."""
-    attention_tile._sees_nothing = lambda mask: torch.zeros(mask.shape[:-1], dtype=torch.bool)
+    attend = attention_module.attend
+
+    def merged(*parts: Tensor, **how: Any) -> tuple[Tensor, Tensor]:
+        out, lse = attend(*parts, **how)
+        return out, lse.nan_to_num(neginf=0.0)
+
+    attention_module.attend = merged
     return compute_in_small_tiles(context, case)
 
 
