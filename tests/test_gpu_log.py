@@ -119,7 +119,7 @@ def test_a_steady_step_waits_for_nothing_and_adds_weight_gradients_in_fp32(tmp_p
     step = [line for line in lines if not line.startswith(("EVENT", "WAIT"))]
     assert [line for line in step if line.startswith("SYNC")] == []
     assert [line for line in step if "pageable" in line] == []
-    assert [line.split()[3] for line in step if line.startswith("C") and "D2H" in line] == ["56"]
+    assert [line.split()[3] for line in step if line.startswith("C") and "D2H" in line] == ["64"]
     added = [line for line in step if line.startswith(("G ", "L ")) and "beta=1" in line]
     assert len(added) == 2 * (4 * 12 + 1), "each weight in each microbatch, and the head's chunk"
     assert all(" C=0 " in line for line in added), "into fp32"
@@ -175,7 +175,7 @@ def test_reduce_scatters_of_tensor_parallel_backwards_hide_behind_products(tmp_p
         made = sum(line.startswith("N init") for line in lines)
         used = {match[0] for line in lines if (match := re.search(r"comm=\S+", line))}
         assert made == len(used) > 0
-        ends = [at for at, line in enumerate(lines) if line.startswith("C async D2H 56")]
+        ends = [at for at, line in enumerate(lines) if line.startswith("C async D2H 64")]
         hidden, exposed = 0, 0
         for event, behind in waits(lines[ends[-2] : ends[-1]]):
             if event == "reducescatter":
