@@ -53,7 +53,7 @@ def _gather_rows_by(gather: Callable[[Tensor, TensorGroup], Tensor]) -> None:
 
     def forward(self: RowParallelLinear, x: Tensor) -> Tensor:
         y = layers_module.linear(x, self.weight, main_grad=layers_module.main_grad_of(self.weight))
-        return mappings._map(y, mappings._reduce_scatter, gather, self.place.tp)
+        return mappings.mapped(y, mappings._reduce_scatter, gather, self.place.tp)
 
     RowParallelLinear.forward = forward  # type: ignore[method-assign]
 
