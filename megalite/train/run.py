@@ -89,6 +89,7 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
     finally:
         ended = StopSignals.now is not None and StopSignals.now.ended
         gc.enable()
+        gc.unfreeze()  # what the run has left is found by whoever trains again in this process
         end_compile_workers()
         job.log.close()
         if status.state == "running":

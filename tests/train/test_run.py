@@ -3,8 +3,10 @@
 And a few on ranks that are made here: what one of them refuses, or holds other than it should, ends all of them.
 """
 
+import gc
 import os
 import signal
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ from safetensors.torch import load_file
 
 import megalite.data.batches as batches_module
 import megalite.train.loop as loop_module
+import megalite.train.run as run_module
 import megalite.train.saving as saving_module
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.commands.train import train_rank
@@ -101,6 +104,21 @@ def test_a_stopped_and_continued_run_equals_the_uninterrupted_one(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not resume_differs(text, tmp_path, monkeypatch)
+
+
+def test_a_run_that_has_ended_leaves_no_model_in_memory(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, seen = run_module.train, list[weakref.ref[Any]]()
+
+    def and_remember(job: loop_module.Job) -> None:
+        train(job)
+        seen.extend(map(weakref.ref, (job, job.training, job.training.buffers)))
+
+    monkeypatch.setattr(run_module, "train", and_remember)
+    assert start(config_for(text, tmp_path / "run", steps=2)) == 0
+    gc.collect()
+    assert [each() for each in seen] == [None] * 3
 
 
 def test_metrics_that_are_read_one_step_late_as_on_an_accelerator_are_the_same(
