@@ -102,8 +102,8 @@ class Job:
         """This rank's place in training, for the watchdog."""
         setting = "timeout_s" if self.under_way else "startup_timeout_s"
         limit = (f"parallel.{setting}", getattr(self.config.parallel, setting))
-        if self.phase in PATIENCE:
-            return Doing(self.phase, self.phase, *limit, PATIENCE[self.phase])
+        if (phase := self.phase) in PATIENCE:  # read once: the watchdog's threads ask
+            return Doing(phase, phase, *limit, PATIENCE[phase])
         part, executor = self.training.clock.part, self.training.executor
         words = f"step {self.begun_step}, {part}, pass {executor.at or 'none yet'}"
         return Doing((self.begun_step, self.evaluated_step, part, executor.performed), words, *limit)
