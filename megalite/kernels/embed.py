@@ -20,8 +20,7 @@ def set_main_grad(parameter: nn.Parameter, main_grad: Tensor, name: str) -> None
 
 def main_grad_of(parameter: Tensor) -> Tensor | None:
     """The main gradient of a parameter, of a weight [outputs, inputs]; None: its gradient is autograd's."""
-    main_grad: Tensor | None = getattr(parameter, "main_grad", None)
-    return main_grad
+    return getattr(parameter, "main_grad", None)
 
 
 def embed(tokens: Tensor, weight: Tensor, main_grad: Tensor | None) -> Tensor:

@@ -167,4 +167,5 @@ def ready_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     enough = ENOUGH if hard == resource.RLIM_INFINITY else min(ENOUGH, hard)
     if soft != resource.RLIM_INFINITY and soft < enough:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))
+        with suppress(ValueError):  # macOS says that there is no limit, and has one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (enough, hard))

@@ -118,6 +118,15 @@ def test_a_command_may_open_as_many_files_as_the_system_allows(start: str) -> No
     subprocess.run(command, capture_output=True, check=True, cwd=ROOT)
 
 
+def test_a_system_that_allows_fewer_files_than_it_says_stops_no_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, resource.RLIM_INFINITY))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    host.ready_files()
+
+
 WORKERS = """
 import os, sys, time
 from pathlib import Path
