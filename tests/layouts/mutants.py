@@ -174,6 +174,9 @@ def use_before_arrival(context: ParallelContext, config: Config) -> None:
     ParameterGather.wait_for = (  # type: ignore[method-assign]
         lambda self, part: wait_for(self, part) if part.startswith("blocks") else None
     )
+    ParameterGather.finish = (  # type: ignore[method-assign]
+        lambda self: [wait_for(self, part) for part in self._buckets_of]  # type: ignore[return-value]
+    )
     gather_at_the_last_moment(context, config)
 
 
