@@ -41,7 +41,7 @@ Values = Mapping[str, Any]  # by the names of settings
 def load_config(argv: Sequence[str], world_size: int, unread: Collection[str] = ()) -> Config:
     """The derived, checked config of a command line, or a UserError with every problem in it, but for those that rules
     find with settings that are `unread`."""
-    config, problems, doubtful, _ = _read(read_arguments(argv))
+    config, problems, doubtful, _ = read_settings(read_arguments(argv))
     refuse([*problems, *check(config, world_size, doubtful | set(unread))])
     return derive(replace(config, told=(*config.told, *unused(config))), world_size)
 
@@ -67,7 +67,7 @@ def load_part(words: Sequence[str], doer: str, reads: Sequence[str]) -> Config:
 def load_values(words: Sequence[str], reads: Sequence[str]) -> Config:
     """The defaults with the values that overrides give the settings in `reads`. All are checked on their own: no rule
     that joins settings is asked. What overrides give other settings is left out."""
-    found, problems, _, _ = _read(read_arguments(words))
+    found, problems, _, _ = read_settings(read_arguments(words))
     refuse(problems)
     return with_values(found, {name: DEFAULTS[name] for name in DEFAULTS.keys() - reads})
 
@@ -76,7 +76,7 @@ def show_information(arguments: Namespace) -> int:
     """Answers --help, --cfg job and the like through Hydra, once every override is known to be right."""
     given = list[str]()
     if not arguments.shell_completion:  # which has words of its own
-        _, problems, _, given = _read(arguments)
+        _, problems, _, given = read_settings(arguments)
         refuse(problems)
     output = io.StringIO()
     with redirect_stdout(output):
@@ -87,7 +87,7 @@ def show_information(arguments: Namespace) -> int:
     return status
 
 
-def _read(arguments: Namespace) -> tuple[Config, list[Problem], set[str], list[str]]:
+def read_settings(arguments: Namespace) -> tuple[Config, list[Problem], set[str], list[str]]:
     """The config of a command line, the problems with it, the settings that were refused (nobody knows which values
     they were to have), and overrides with what a folder gives."""
     problems, files = list[Problem](), overrides.files_of(arguments)

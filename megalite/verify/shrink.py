@@ -10,7 +10,8 @@ from dataclasses import replace
 from math import gcd, lcm, sqrt
 from typing import Any
 
-from megalite.config.compose import load_config, load_values
+from megalite.config.arguments import read_arguments
+from megalite.config.compose import load_config, read_settings
 from megalite.config.derive import derive
 from megalite.config.layout import dense_ranks, exchange_of, layout_of, least_world, stage_settings
 from megalite.config.rules import BLOCK, check
@@ -53,10 +54,8 @@ def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Confi
     The world is `world_size`, or `dp` times the ranks that the layout needs: by default 2 times, so that data
     parallelism is verified as well, where that is at most 8 ranks and is not refused.
     """
-    world = world_size or 1
-    with suppress(UserError):  # which load_config then tells
-        axes = load_values(argv, [f"parallel.{axis}" for axis in AXES])
-        world = world_size or (least_world(axes) if dp is None else dp * dense_ranks(axes))
+    axes, *_ = read_settings(read_arguments(argv))  # load_config tells what is wrong in them
+    world = world_size or (least_world(axes) if dp is None else dp * dense_ranks(axes))
     if world_size is None and dp is None and 2 * world <= MOST_RANKS:
         with suppress(UserError):
             return load_config(argv, 2 * world), 2 * world

@@ -26,7 +26,7 @@ from megalite.config.compose import load_config
 from megalite.config.layout import layout_of, stage_settings
 from megalite.config.rules import check
 from megalite.config.schema import Config, OptimizerConfig
-from megalite.errors.problems import Problem, refuse
+from megalite.errors.problems import Problem, UserError, refuse
 from megalite.launch.context import ParallelContext
 from megalite.launch.process import ProcessEnvironment
 from megalite.layout.stages import stage_layers
@@ -214,6 +214,15 @@ def test_the_examples_of_the_command_are_layouts_that_it_accepts() -> None:
 )
 def test_the_world_has_two_copies_where_they_fit(words: list[str], dp: int | None, expected: int) -> None:
     assert load(words, None, dp)[1] == expected
+
+
+@pytest.mark.parametrize("wrong", ["train.steps=-1", "train.steps=abc", "train.stepz=1"])
+@pytest.mark.parametrize("dp", [None, 3])
+def test_a_wrong_value_of_another_setting_is_no_flaw_of_the_world(wrong: str, dp: int | None) -> None:
+    sizes = ["parallel.pp=17", "model.num_layers=17", "train.global_batch_size=51"]
+    with pytest.raises(UserError) as refusal:
+        load([*sizes, wrong], None, dp)
+    assert [problem.setting for problem in refusal.value.problems] == [wrong.partition("=")[0]]
 
 
 # --- shrinking -----------------------------------------------------------------------------------------------------
