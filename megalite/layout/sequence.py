@@ -91,7 +91,7 @@ class AttentionPlan:
 
 def causal_plan(share: CpShard, length: int) -> AttentionPlan:
     """The plan of sequences that are one document each, cut zigzag. All keys travel, so that every rank sends as much
-    as it receives: of a block before the own one half is seen, and a block behind is seen by half of the queries."""
+    as it receives. Queries see half of each block before their own; half of the queries see the blocks behind it."""
     rows = length // share.ring
     half, everything = rows // 2, (0, rows)
     tiles = (

@@ -62,8 +62,8 @@ class GPT(nn.Module):
     `stage` says which layers are here, maybe none, whether tokens enter here, and whether final norm, head (if tied, a
     copy of the word embedding) and loss are here. With `tp` it holds this rank's shard of every layer, and of experts
     those that are its own among `expert_ranks`; with `context` it computes this rank's part of each sequence.
-    `router_metrics` [layers of the model with experts, 2 E + 5] (balance.py), 0 of those elsewhere, are summed up over
-    the microbatches of training until someone sets them to 0.
+    `router_metrics` [layers of the model with experts, 2 E + 5] (balance.py) are summed up over the microbatches of
+    training until someone sets them to 0; rows of layers on other stages stay 0.
     """
 
     embedding: Embedding

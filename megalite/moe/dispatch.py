@@ -73,8 +73,8 @@ def _by_expert(choice: Choice, experts: int) -> tuple[Tensor, Tensor]:
 
 
 def _gathered(x: Tensor, choice: Choice, experts: int, compute: Compute, ranks: ExpertRanks) -> Tensor:
-    """A rank alone gathers nothing, and its rows of no expert stay at the end, zeros or left out of sums: nobody needs
-    to know how many they are."""
+    """The tokens of all ranks of the group go through the experts here. A rank alone leaves its rows of no expert at
+    the end, where they are zeros or in no sum: nobody needs to know how many they are."""
     local, group = experts // ranks.ep, ranks.group
     if group is not None:
         with ranks.waiting():
