@@ -38,7 +38,7 @@ CODE = Path(__file__).parents[1]  # all of megalite
 ROUND = "megalite/round"  # the token of the rank 0 that has opened the newest one
 AGENT_SERVES = "TORCHELASTIC_USE_AGENT_STORE"  # "True": the store is torchrun's, and outlives the ranks
 
-# By name of the group, attributes of torch's ProcessGroupNCCL.Options, or of its `config`.
+# Attributes of torch's ProcessGroupNCCL.Options, or of its `config`, by the name of the group.
 NcclOptions = Mapping[str, Mapping[str, Any]]
 
 
