@@ -10,7 +10,6 @@ stage nothing is left to sum for a tied embedding: both of its uses add to one m
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import get_args
 
@@ -28,28 +27,23 @@ NORM_ROW = 4096  # elements
 PIECE = 64 * NORM_ROW  # elements that a CPU takes at once: it copies what it widens
 
 
-@dataclass(frozen=True)
-class PartialGradients:
-    """Views of this rank's gradient slices; each rank of `group` has a part of their sum."""
-
-    parts: Sequence[Tensor]
-    group: dist.ProcessGroup
-
-    def all_reduce(self) -> None:
-        """Every part becomes the whole, on all ranks of the group. All of them must call it."""
-        total = torch.cat(list(self.parts))
-        dist.all_reduce(total, group=self.group)
-        for part, whole in zip(self.parts, total.split([len(part) for part in self.parts]), strict=True):
-            part.copy_(whole)
+def sum_partial(parts: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum over `group` views of gradient slices of which all its ranks have a part. All of them must call it."""
+    total = torch.cat(parts)
+    dist.all_reduce(total, group=group)
+    for part, whole in zip(parts, total.split([len(part) for part in parts]), strict=True):
+        part.copy_(whole)
 
 
-def partial_gradients(buffers: TrainingBuffers, context: ParallelContext) -> list[PartialGradients]:
-    """The sums over tp, over the ends of a pipeline, and over the ranks that hold the same key-value heads."""
+def partial_gradients(
+    buffers: TrainingBuffers, context: ParallelContext
+) -> list[tuple[list[Tensor], dist.ProcessGroup]]:
+    """What `sum_partial` sums: over tp, the ends of a pipeline, and the ranks that hold the same key-value heads."""
     found = []
     for name in (*get_args(Group), "kv-replicas"):
         ranges = slice_ranges(buffers.owned, is_replicated if name == "kv-replicas" else partial(_is_partial, name))
         if ranges and (group := context.group(name)) is not None:
-            found.append(PartialGradients(ranges_of(buffers.gradients, ranges), group))
+            found.append((ranges_of(buffers.gradients, ranges), group))
     return found
 
 

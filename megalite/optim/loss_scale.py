@@ -24,11 +24,6 @@ class LossScale:
         self._window, self._hysteresis = settings.loss_scale_window, settings.hysteresis
         self._minimum = settings.min_loss_scale
 
-    @property
-    def value(self) -> Tensor:
-        """The scale of the next step, 0-d fp32."""
-        return self.state[0]
-
     @torch.no_grad()
     def update(self, overflow: Tensor) -> None:
         """Take note of a step that overflowed (`overflow` 0-d, 1.0) or did not (0.0)."""

@@ -55,7 +55,11 @@ def tokenize_shards(jobs: list[Job], tokenizer: TextTokenizer, folder: Path, wor
     main = sys.modules["__main__"]
     try:
         sys.modules["__main__"] = ModuleType("__main__")  # workers do not run the user's script, which may prepare, too
-        for done in as_completed([team.submit(_work, job, folder) for job in jobs]):
+        try:
+            tasks = [team.submit(_work, job, folder) for job in jobs]
+        except OSError as error:  # without a number: a worker that ended has closed what the next one starts with
+            raise error if error.errno else BrokenProcessPool from error
+        for done in as_completed(tasks):
             yield done.result()
     except BrokenProcessPool as error:
         raise RuntimeError("a tokenizing process was ended (out of memory?)") from error

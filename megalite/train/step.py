@@ -16,7 +16,7 @@ from megalite.config.schema import OptimizerConfig
 from megalite.data.batch import Batch
 from megalite.launch.context import ParallelContext
 from megalite.model.gpt import Routers
-from megalite.optim.gradients import gradient_norm, owned_for_norm, partial_gradients
+from megalite.optim.gradients import gradient_norm, owned_for_norm, partial_gradients, sum_partial
 from megalite.train.build import Training
 from megalite.train.metrics import StepMetrics, TimeSplit
 
@@ -94,7 +94,7 @@ class TrainStep:
         # fp16 multiplies the loss by a scale before backward; otherwise it is 1.
         loss_scale = self._number(1, training.buffers.master_dtype)
         if training.loss_scale is not None:
-            loss_scale = training.loss_scale.value.clone()
+            loss_scale = training.loss_scale.state[0].clone()
 
         # Forward and backward of all microbatches. Once backward has filled a gradient bucket, it is on its way to the
         # ranks that hold the same parameters (zero.py).
@@ -107,8 +107,8 @@ class TrainStep:
         # both uses of a tied embedding have added to one main gradient: the head in the loss's forward.)
         clock.switch("communication")
         training.sync.finish()
-        for partial in self._partial_gradients:
-            partial.all_reduce()
+        for parts, group in self._partial_gradients:
+            sum_partial(parts, group)
 
         # The norm of the gradient, the loss, the flags and what routers counted, of all ranks: one all-reduce. Ranks of
         # tp know the same loss and tokens: one adds both. What is not finite on one rank makes the sum so on all.

@@ -6,6 +6,7 @@ import resource
 import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -109,10 +110,13 @@ def test_the_scan_of_a_token_file_names_the_document(launch_folder: Path) -> Non
     assert time.monotonic() - begin < 10
 
 
+@pytest.mark.parametrize("pause", [0.0, 0.5], ids=["at any time", "while the next one starts"])
 def test_a_data_process_that_is_killed_is_named_with_what_may_have_killed_it(
-    launch_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    launch_folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], pause: float
 ) -> None:
     """As the kernel does where memory runs out."""
+    start = BaseProcess.start
+    monkeypatch.setattr(BaseProcess, "start", lambda process: (time.sleep(pause), start(process)))
     (launch_folder / "python").write_text("#!/bin/sh\nkill -9 $$\n")
     (launch_folder / "python").chmod(0o755)
     (launch_folder / "a.jsonl").write_text('{"text": "some text"}\n' * 150_000)

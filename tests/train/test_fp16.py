@@ -44,7 +44,7 @@ def train(context: ParallelContext, steps: int, broken_rank: int | None, optimiz
         batches = [batch_of(2 * context.index("dp") + microbatch) for microbatch in range(2)]
         metrics = step(batches, 32, 1e-2).read()
         changed = not all(map(torch.equal, before, training.buffers.masters))
-        seen.append(Seen(metrics, 1.0 if training.loss_scale is None else float(training.loss_scale.value), changed))
+        seen.append(Seen(metrics, 1.0 if training.loss_scale is None else float(training.loss_scale.state[0]), changed))
     training.gather.finish()
     return seen
 
