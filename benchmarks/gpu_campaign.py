@@ -61,7 +61,7 @@ TIMINGS = (
     *(Timing("megalite", "7B, 8 layers"), Timing("peer", "124M"), Timing("megalite", "350M")),
     Timing("megalite", "124M", ("train.attention=flash",)),
     # Beyond 280 s: a second command does these.
-    Timing("megalite", "124M", ("train.attention=flex",)),
+    *(Timing("megalite", "124M", (setting,)) for setting in ("train.attention=flex", "train.deterministic=true")),
     *(Timing("megalite", "124M", (f"train.cuda_graph={graph}",), batch=4) for graph in ("false", "true")),
     *(Timing("megalite", "1.3B", (f"train.fp8={recipe}",)) for recipe in ("tensorwise", "rowwise")),
     *(Timing("megalite", "experts, 4 layers"), Timing("megalite", "124M", ("train.cuda_graph=false",), batch=64)),

@@ -97,7 +97,7 @@ def test_every_rung_has_its_work_and_seven_timings_come_before_all_others(campai
     seven = [timing.name for timing in campaign.TIMINGS[:7]]
     assert campaign.FAST[:8] == ("ceilings", *seven)
     assert {name.split(" ", 1)[0] for name in seven} == {"megalite", "plain", "peer"}
-    assert "megalite 124M train.attention=flex" in campaign.FAST
+    assert "megalite 124M train.deterministic=true" in campaign.FAST
     assert {timing.shape for timing in campaign.TIMINGS} <= {*rungs.CAMPAIGN, *rungs.SHAPES}
 
 

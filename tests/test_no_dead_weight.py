@@ -38,12 +38,7 @@ def tree(path: Path) -> ast.Module:
 # Rules only judge settings, so a read in config/ counts for nothing, but for these: they turn settings into what others
 # work with.
 # File: the function, None: all of it.
-WORKED_OUT = {
-    "step_plan.py": None,
-    "layout.py": None,
-    "exchange.py": None,
-    "schema.py": "has_experts",
-}
+WORKED_OUT = {"step_plan.py": None, "layout.py": None, "exchange.py": None, "schema.py": "has_experts"}
 PASSED_ON = {*STAGE_NAMES.values()}  # read by their names, into requests
 SCHEMAS = GROUPS | {"moe": MoEConfig}
 FIELDS = {  # by setting: what it is a field of ("" is the config), and of which name

@@ -1,5 +1,6 @@
 """Chooses a rank's device and its precision. Nothing here communicates."""
 
+import os
 from typing import NoReturn
 
 import torch
@@ -56,14 +57,8 @@ def check_fp8(recipe: str | None, device: torch.device) -> None:
 def use_attention(kernels: str, device: torch.device, dtype: torch.dtype, heads: tuple[int, int, int]) -> None:
     """Try kernels of train.attention once, and refuse those that cannot run: what they take differs by GPU, torch and
     other packages. `heads`: of queries, of keys and values, and their size. fa4 makes torch's flash attention that of
-    flash-attn-4, for the process. flex is for runs that repeat themselves bit for bit, so inductor no longer chooses by
-    time what its kernels sum in one go."""
-    if device.type != "cuda":
-        return
-    if kernels == "flex":
-        import torch._inductor.config as inductor
-
-        inductor.deterministic, inductor.dynamic_scale_rblock = True, False
+    flash-attn-4, for the process. flex attention is compiled with the blocks, and not tried."""
+    if device.type != "cuda" or kernels == "flex":
         return
     queries, groups, size = heads
     try:
@@ -79,6 +74,17 @@ def use_attention(kernels: str, device: torch.device, dtype: torch.dtype, heads:
         rule = f"does not run them with {shape}: {type(error).__name__}: {shortened(str(error))}"
         hint = {"auto": "flash, or flex", "fa4": f"auto, or pip install {FLASH_ATTENTION_4}"}.get(kernels, "auto")
         _refuse(device, "train.attention", kernels, rule, f"train.attention={hint}")
+
+
+def fix_order() -> None:
+    """For the process: what CUDA adds, it adds in one order, in torch's own kernels, cuBLAS's and inductor's, which
+    otherwise chooses by time what its kernels sum in one go."""
+    import torch._inductor.config as inductor
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS shares its work out by what is free
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # all of it is written
+    inductor.deterministic, inductor.dynamic_scale_rblock = True, False
 
 
 def _refuse(device: torch.device, setting: str, value: str, rule: str, hint: str) -> NoReturn:

@@ -27,9 +27,8 @@ def active_parameters(config: ModelConfig) -> int:
 def matmul_parameters(config: ModelConfig) -> int:
     """Weights that multiply a token's activations: the matrices of all blocks and the head, tied or not, once."""
     records = gpt_parameters(replace(config, vocab_multiple=1, tie_embeddings=False))
-    return sum(
-        _active(record, config) for record in records if record.decay and not record.name.startswith("embedding.")
-    )
+    matrices = (record for record in records if record.decay and not record.name.startswith("embedding."))
+    return sum(_active(record, config) for record in matrices)
 
 
 def _active(record: ParameterRecord, config: ModelConfig) -> int:

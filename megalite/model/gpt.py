@@ -123,9 +123,8 @@ class GPT(nn.Module):
         # No fp8 in the first and the last layer, nor in the head: these lose most by rounding.
         place = replace(self.place, fp8=train.fp8 if 0 < layer < self.config.num_layers - 1 else None)
         modules = train.recompute_modules if train.recompute == "selective" else ()
-        return Block(
-            self.config, place, modules, self.context, expert_ranks if self.config.has_experts(layer) else None
-        )
+        experts = expert_ranks if self.config.has_experts(layer) else None
+        return Block(self.config, place, modules, self.context, experts)
 
     def _blocks(self) -> list[Block]:
         return [block for block in self.blocks.values() if isinstance(block, Block)]
@@ -227,14 +226,11 @@ class GPT(nn.Module):
 
     def _run_blocks(self, x: Tensor, batch: Batch, keys: Mapping[Stream, DropoutKey], scale: Tensor | None) -> Tensor:
         ordered = self.config.moe.capacity_factor is not None and self.training
-        rope = self.config.position == "rope"  # rotary tables and document mask are built once for all layers
-        tokens = (
-            TokenMasks.of(batch, scale, self.sharing, self.place.sequence, ordered=ordered) if self.routers else None
-        )
-        shared = BlockInputs(
+        rope, split = self.config.position == "rope", self.place.sequence
+        shared = BlockInputs(  # rotary tables and masks are built once for all layers
             rotation=rotary_tables(self.frequencies, batch.positions, rotary_magnitude(self.config)) if rope else None,
             mask=attention_mask(batch, x, self.config, self.kernels, compiled=self.compiled),
-            tokens=tokens,
+            tokens=TokenMasks.of(batch, scale, self.sharing, split, ordered=ordered) if self.routers else None,
         )
         for name, block in self.blocks.items():
             layer = int(name)

@@ -30,8 +30,7 @@ class LossScale:
         scale, good_steps, chances = self.state.unbind()
         bad = overflow > 0
         chances = torch.where(bad, (chances - 1).clamp(min=0), chances)
-        halved = (scale * 0.5).clamp(min=self._minimum)
-        scale = torch.where(bad & (chances == 0), halved, scale)
+        scale = torch.where(bad & (chances == 0), (scale * 0.5).clamp(min=self._minimum), scale)
         good_steps = (good_steps + 1).masked_fill(bad, 0.0)
         # >=: a resumed run may have a shorter window than the one that counted
         grown = good_steps >= self._window

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from megalite.context_parallel.exchange import CpGroups, Waiting
 from megalite.data.batches import DataShare
 from megalite.errors.problems import Problem, UserError, collect
 from megalite.launch.context import CPU, ParallelContext
-from megalite.launch.device import PRECISIONS, check_fp8, choose_device, choose_precision, use_attention
+from megalite.launch.device import PRECISIONS, check_fp8, choose_device, choose_precision, fix_order, use_attention
 from megalite.launch.process import ProcessEnvironment
 from megalite.launch.startup import join, meet
 from megalite.launch.watchdog import after_report_s
@@ -99,7 +99,10 @@ def open_context(config: Config, environment: ProcessEnvironment, store: Store |
     # Nobody can do anything about these of torch: on the first product in autograd's thread, and that fp32 is fp32.
     warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current|TensorFloat32 tensor cores")
     collect(lambda: check_fp8(config.train.fp8, device), problems)
-    collect(lambda: use_attention(config.train.attention, device, dtype, heads), problems)
+    filled = fill_by_device(config, device)
+    collect(lambda: use_attention(filled.train.attention, device, dtype, heads), problems)
+    if device.type == "cuda" and config.train.deterministic:
+        fix_order()
     problems += device_problems(config, device, PRECISIONS[dtype], environment)
     nccl = collect(lambda: read_nccl_options(Path(axes.nccl_options)) if axes.nccl_options else {}, problems)
     values = {name: value_of(config, name) for name in SETTINGS if name not in OF_A_MACHINE}
@@ -109,7 +112,7 @@ def open_context(config: Config, environment: ProcessEnvironment, store: Store |
     store = meet(environment, device, problems, plan, timeout_s=timeout_s, store=store)
     assert layout is not None, "a rank with problems has been refused"
     place = ParallelContext(layout, environment.rank, device, dtype, store=store)
-    return join(place, timeout_s=after_report_s(timeout_s), needs=needs_of(config), nccl=nccl)
+    return join(place, timeout_s=after_report_s(timeout_s), needs=needs_of(filled), nccl=nccl)
 
 
 def needs_of(config: Config) -> GroupNeeds:
@@ -119,7 +122,7 @@ def needs_of(config: Config) -> GroupNeeds:
         kv_heads=config.model.num_key_value_heads,
         optimizer_instances=config.optimizer.instances if config.optimizer.zero else 1,
         context_ring=exchange_of(config).ring,
-        background_saving=config.checkpoint.asynchronous,
+        background_saving=bool(config.checkpoint.asynchronous),
     )
 
 
@@ -212,28 +215,34 @@ def device_problems(
     local, axes = environment.local_world_size, config.parallel
     if axes.async_tp and device.type == "cuda" and (local % axes.tp or not axes.order.startswith("tp")):
         found[ASYNC_TP] = f"needs all ranks of tp on one host, and {local} processes of this one do not fit"
-    return [_problem(config, name, rule, SETTINGS[name].default) for name, rule in found.items()]
+    hints = {name: f"{name}={yaml_value(SETTINGS[name].default)}" for name in found}
+    return [Problem(name, value_of(config, name), rule, hints[name]) for name, rule in found.items()]
 
 
-def _problem(config: Config, name: str, rule: str, remedy: Any) -> Problem:
-    return Problem(name, value_of(config, name), rule, f"{name}={yaml_value(remedy)}")
+def fill_by_device(config: Config, device: torch.device) -> Config:
+    """The config with what is null where the kind of device decides. Compiling pays on CUDA, on a CPU it costs more
+    than it brings; a save beside the training shares the cores of a CPU with it."""
+    names = [name for name in ("train.compile", "checkpoint.async") if value_of(config, name) is None]
+    is_cuda, attention = device.type == "cuda", config.train.attention
+    if is_cuda and config.train.deterministic and attention == "auto":
+        attention = "flex"  # backward of the others adds in any order
+    return with_values(config, {**dict.fromkeys(names, is_cuda), "train.attention": attention})
 
 
 def derive_device(config: Config, context: ParallelContext) -> Config:
-    """Settings that follow from the device; collective. Compiling pays on CUDA, on a CPU it costs more than it brings.
-    UserError, alike on all ranks, where one finds that parallel.async_tp=true does not work here."""
-    is_cuda, group = context.device.type == "cuda", TensorGroup.of(context.group("tp"))
-    async_tp = bool(config.parallel.async_tp) and group is not None
-    if async_tp and group is not None:
+    """Settings that follow from the device; collective. UserError, alike on all ranks, where parallel.async_tp=true
+    does not work on one."""
+    group = TensorGroup.of(context.group("tp")) if config.parallel.async_tp else None
+    if group is not None:
         why = why_products_cannot_send(group, context.dtype, context.device)
         if whys := [why for of_rank in context.gather_json([why] if why else []) for why in of_rank]:
-            raise UserError(_problem(config, ASYNC_TP, f"products that send do not work here: {whys[0]}", False))
-    compiles, graph = config.train.compile, value_of(config, CUDA_GRAPH)
+            rule = f"products that send do not work here: {whys[0]}"
+            raise UserError(Problem(ASYNC_TP, True, rule, f"{ASYNC_TP}=false"))
+    config, graph = fill_by_device(config, context.device), value_of(config, CUDA_GRAPH)
     if graph is None:
         can = all(names[0] != CUDA_GRAPH for names, _ in clashes(with_values(config, {CUDA_GRAPH: True})))
-        graph = is_cuda and can and context.layout.world_size == 1 and is_small(config, context)
-    chosen = {"precision": PRECISIONS[context.dtype], "train.compile": is_cuda if compiles is None else compiles}
-    return with_values(config, {**chosen, ASYNC_TP: async_tp, CUDA_GRAPH: graph})
+        graph = context.device.type == "cuda" and can and context.layout.world_size == 1 and is_small(config, context)
+    return with_values(config, {"precision": PRECISIONS[context.dtype], ASYNC_TP: group is not None, CUDA_GRAPH: graph})
 
 
 def is_small(config: Config, context: ParallelContext) -> bool:

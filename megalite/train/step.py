@@ -92,15 +92,13 @@ class TrainStep:
             tokens = self._all_reduce(self._number(local_tokens, torch.int64), self._data_parallel)
 
         # fp16 multiplies the loss by a scale before backward; otherwise it is 1.
-        loss_scale = self._number(1, training.buffers.master_dtype)
-        if training.loss_scale is not None:
-            loss_scale = training.loss_scale.state[0].clone()
+        scale, one = training.loss_scale, self._number(1, training.buffers.master_dtype)
+        loss_scale = one if scale is None else scale.state[0].clone()
 
         # Forward and backward of all microbatches. Once backward has filled a gradient bucket, it is on its way to the
         # ranks that hold the same parameters (zero.py).
-        loss = training.executor.forward_backward(
-            microbatches, loss_scale / tokens.clamp(min=1).to(training.buffers.master_dtype)
-        )
+        share = loss_scale / tokens.clamp(min=1).to(training.buffers.master_dtype)
+        loss = training.executor.forward_backward(microbatches, share)
 
         # The sums over data-parallel ranks arrive. Partial gradients are then summed over the ranks that have a part of
         # each: tp, ranks with the same key-value heads, the two ends of a pipeline with a tied embedding. (On one stage
@@ -142,8 +140,8 @@ class TrainStep:
         training.gather.finish()
         self._lr.fill_(lr)
         training.optimizer.step(self._lr, divisor=divisor, skip=skipped.to(torch.float32))
-        if training.loss_scale is not None:
-            training.loss_scale.update(overflow.to(torch.float32))
+        if scale is not None:
+            scale.update(overflow.to(torch.float32))
         self._routers.update(routing, skipped.double())
 
         # The all-gather of the new parameters, which the next forward waits for.
@@ -151,7 +149,7 @@ class TrainStep:
             training.buffers.round_masters()
         training.gather.start()
         numbers = [loss, norm, tokens.double(), skipped.double(), stopping, refusing, self._lr, loss_scale.double()]
-        return PendingMetrics(numbers, routing, clock.lap(), fp16=training.loss_scale is not None)
+        return PendingMetrics(numbers, routing, clock.lap(), fp16=scale is not None)
 
     def _number(self, value: float, dtype: torch.dtype) -> Tensor:
         """0-d, made on the device by a kernel: a copy from the host would wait."""

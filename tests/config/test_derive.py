@@ -19,7 +19,7 @@ OPEN = {  # what the data or the machine decides, or what has no meaning in the 
     *("train.max_minutes", "train.fp8", "log.wandb", "log.wandb_entity", "log.wandb_name"),
     *(f"parallel.{name}" for name in ("async_tp", "nccl_options", "cp_alltoall", "microbatch_group_size")),
     *(f"parallel.{name}" for name in ("first_stage_layers", "last_stage_layers", "pipeline_layout")),
-    *("data.path", "data.weights", "data.subset", "data.workers"),
+    *("data.path", "data.weights", "data.subset", "data.workers", "checkpoint.async"),
 }
 
 

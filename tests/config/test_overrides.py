@@ -46,7 +46,7 @@ ONE_MISTAKE = [
     # a setting on its own
     ("optimizer.lr=0", ["above 0"]),
     ("optimizer.lr=nan", ["finite"]),
-    ("checkpoint.async=1.5", ["checkpoint.async=1.5", "true or false", "checkpoint.async=false"]),
+    ("checkpoint.async=1.5", ["checkpoint.async=1.5", "true or false or null", "checkpoint.async=null"]),
     ("checkpoint.asynchronous=true", ["unknown setting", "checkpoint.async=true"]),
 ]
 
@@ -149,10 +149,7 @@ def test_presets_of_the_users_own_are_found_by_config_dir(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("content", "word"),
-    [
-        (b"name: \xff", "decode"),
-        (b"name: " + b"[" * 5000, "recursion|nesting"),
-    ],
+    [(b"name: \xff", "decode"), (b"name: " + b"[" * 5000, "recursion|nesting")],
 )
 def test_a_preset_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes, word: str) -> None:
     (tmp_path / "model").mkdir()

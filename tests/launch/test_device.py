@@ -1,5 +1,6 @@
 """Device and precision of one rank."""
 
+import os
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -22,11 +23,12 @@ from megalite.launch.device import (
     check_fp8,
     choose_device,
     choose_precision,
+    fix_order,
     slow_precision,
     use_attention,
 )
 from megalite.launch.process import ProcessEnvironment
-from megalite.train.build import device_problems, open_context
+from megalite.train.build import device_problems, fill_by_device, needs_of, open_context
 
 SINGLE = ProcessEnvironment()
 EIGHT_LOCAL_RANKS = ProcessEnvironment(5, 16, None, 8, "host", 1, "env")
@@ -111,16 +113,41 @@ def test_kernels_of_attention_that_cannot_run_are_refused(
     monkeypatch.setattr(F, "scaled_dot_product_attention", kernel)
     monkeypatch.setattr(device_module, "sdpa_kernel", choose)
     monkeypatch.setattr(device_module, "activate_flash_attention_impl", tried.append)
-    with inductor.patch(deterministic=False, dynamic_scale_rblock=True):
-        use_attention(kernels, CPU, dtype, heads)
-        assert tried == []
-        with pytest.raises(UserError, match=words) if words else nullcontext():
-            use_attention(kernels, GPU, dtype, heads)
-        repeats = (inductor.deterministic, not inductor.dynamic_scale_rblock)  # kernels that are not chosen by time
-        assert repeats == (kernels == "flex",) * 2
+    use_attention(kernels, CPU, dtype, heads)
+    assert tried == []
+    with pytest.raises(UserError, match=words) if words else nullcontext():
+        use_attention(kernels, GPU, dtype, heads)
     first = SDPBackend.CUDNN_ATTENTION if kernels in ("auto", "cudnn") else SDPBackend.FLASH_ATTENTION
     expected = [*["FA4"] * (kernels == "fa4"), (first, True), (dtype, heads)]
     assert tried == ([] if kernels == "flex" else expected)
+
+
+def test_additions_in_one_order_are_asked_of_torch_cublas_and_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    with inductor.patch(deterministic=False, dynamic_scale_rblock=True):
+        fix_order()
+        assert (inductor.deterministic, inductor.dynamic_scale_rblock) == (True, False)
+    assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG") in (":4096:8", ":16:8")  # torch takes no other
+    try:
+        with pytest.raises(RuntimeError, match="put_ does not have a deterministic"):
+            torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2))
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+def test_what_the_kind_of_device_decides() -> None:
+    def filled(device: torch.device, **given: Any) -> tuple[bool, bool, str]:
+        config = fill_by_device(
+            with_values(Config(), {f"train.{name}": value for name, value in given.items()}), device
+        )
+        return config.train.compile, needs_of(config).background_saving, config.train.attention
+
+    assert filled(CPU) == filled(CPU, deterministic=True) == (False, False, "auto")
+    assert filled(GPU) == (True, True, "auto")
+    assert filled(GPU, compile=False, deterministic=True) == (False, True, "flex")
+    given = with_values(Config(), {"checkpoint.async": False, "train.attention": "cudnn"})
+    assert fill_by_device(given, GPU) == with_values(given, {"train.compile": True})
 
 
 def test_a_run_tries_the_kernels_of_attention_with_its_dtype_and_the_heads_of_a_rank(
@@ -128,7 +155,9 @@ def test_a_run_tries_the_kernels_of_attention_with_its_dtype_and_the_heads_of_a_
 ) -> None:
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr("megalite.train.build.use_attention", lambda *given: asked.append(given))
+    monkeypatch.setattr("megalite.train.build.fix_order", lambda: pytest.fail("a CPU has one order"))
     heads = {"model.num_attention_heads": 4, "model.num_key_value_heads": 2, "model.head_size": 24}
+    heads["train.deterministic"] = True
     open_context(with_values(Config(device="cpu", precision="fp32"), heads), SINGLE)
     assert asked == [("auto", CPU, torch.float32, (4, 2, 24))]
 

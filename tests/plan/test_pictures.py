@@ -82,10 +82,7 @@ def test_every_drawn_rank_has_a_place_of_its_own_in_its_node(world_size: int, gp
         assert top < y < y + high <= top + height - GAP < picture.height
 
 
-@pytest.mark.parametrize(
-    ("gpus_per_node", "dp", "pp"),
-    [(8, 0, 8), (12, 4, 4)],
-)
+@pytest.mark.parametrize(("gpus_per_node", "dp", "pp"), [(8, 0, 8), (12, 4, 4)])
 def test_the_groups_that_leave_a_node_are_counted(gpus_per_node: int, dp: int, pp: int) -> None:
     found = texts(ranks_picture(laid_out(16, tp=4, pp=2), gpus_per_node))
     assert found[0] == "16 ranks: tp 4 x dp 2 x pp 2, order tp-cp-ep-dp-pp"

@@ -149,10 +149,7 @@ LONG = "a" * 300  # a name that no file can have
         ),
         ([*of_text("a.txt"), "--output", "a.txt/x"], ["--output=", "cannot be written", "choose a writable folder"]),
         ([*of_text("a.txt"), "--output", "x", "tokenizer=./none"], ["tokenizer='./none'", "there is no folder"]),
-        (
-            [*of_text("a.jsonl"), "--output", "x", "data.text_column=body"],
-            ["'body'", "it has: text", "text_column"],
-        ),
+        ([*of_text("a.jsonl"), "--output", "x", "data.text_column=body"], ["'body'", "it has: text", "text_column"]),
         *(([*of_text("a.txt"), "--output", name], ["--output=", "names no file"]) for name in ("", ".", "/", "..")),
         (["data=hf", "data.path=[a/b,c/d]", "--output", "x"], ["made of one data set"]),
         (["data=tokens", "data.path=x", "--output", "y"], ["prepared already", "--verify"]),
