@@ -85,7 +85,7 @@ def training(device: torch.device) -> Figures:
 
 def resuming(device: torch.device) -> Figures:
     """A run that is killed and started again has the losses of one that was not, bit for bit."""
-    steps, repeatable = 100, ["train.deterministic=true"]
+    steps, repeatable = 100, ["train.deterministic=true", "checkpoint.async=false"]
     with tempfile.TemporaryDirectory() as folder:
         whole = _run(device, Path(folder, "whole"), steps, *repeatable)
         broken = Path(folder, "broken")

@@ -20,6 +20,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
@@ -237,9 +238,10 @@ class BackgroundSaves:
         bytes. They are valid as long as this object."""
         sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in live]
         block, cudart = torch.empty(sum(sizes), dtype=torch.uint8), torch.cuda.cudart()
-        torch.cuda.check_error(cudart.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
-        # Memory that is freed while CUDA holds it for pinned gives wrong numbers to whoever copies there next.
-        weakref.finalize(self, lambda block: cudart.cudaHostUnregister(block.data_ptr()), block).atexit = False
+        with suppress(RuntimeError):  # a system may lock less memory: then copies take longer
+            torch.cuda.check_error(cudart.cudaHostRegister(block.data_ptr(), block.nbytes, 0))
+            # Memory that is freed while CUDA holds it for pinned gives wrong numbers to whoever copies there next.
+            weakref.finalize(self, lambda block: cudart.cudaHostUnregister(block.data_ptr()), block).atexit = False
         parts = zip(block.split(sizes), live, strict=True)
         return [part[: tensor.nbytes].view(tensor.dtype).view(tensor.shape) for part, tensor in parts]
 

@@ -23,7 +23,7 @@ CLASHES: list[tuple[str, Values, str, Values, str]] = [
     ("attention", FLASH | {"flex"}, "precision", {"fp64"}, "these kernels do not take {1}"),
     ("attention", FLASH, "precision", {"fp32"}, "these kernels do not take {1}"),
     ("attention", FLASH, "cross_document_attention", {False}, "these kernels do not take documents ({1})"),
-    ("attention", FLASH, "deterministic", {True}, "the gradients of these kernels are added in any order, despite {1}"),
+    ("attention", {"cudnn", "fa4"}, "deterministic", {True}, "{1} asks for one order of additions, which these lack"),
     ("attention", {"flex"}, "compile parallel.schedule", {False}, "must be compiled, and is not with {1} and {2}"),
     ("attention", {"flex"}, "head_size", range(LEAST_FLEX_HEAD), f"takes heads from {LEAST_FLEX_HEAD} on"),
     ("async_tp", {True}, "sequence_parallel tp", {False}, NO_EFFECT),

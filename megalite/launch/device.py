@@ -77,13 +77,13 @@ def use_attention(kernels: str, device: torch.device, dtype: torch.dtype, heads:
 
 
 def fix_order() -> None:
-    """For the process: what CUDA adds, it adds in one order, in torch's own kernels, cuBLAS's and inductor's, which
-    otherwise chooses by time what its kernels sum in one go."""
+    """From now on CUDA adds in one order in this process: in kernels of torch, cuBLAS and inductor, which otherwise
+    chooses by time what a kernel sums in one go."""
     import torch._inductor.config as inductor
 
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS shares its work out by what is free
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # else cuBLAS shares its work out by what is free
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # all of it is written
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # nobody reads it
     inductor.deterministic, inductor.dynamic_scale_rblock = True, False
 
 

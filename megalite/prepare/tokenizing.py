@@ -58,7 +58,7 @@ def tokenize_shards(jobs: list[Job], tokenizer: TextTokenizer, folder: Path, wor
         try:
             tasks = [team.submit(_work, job, folder) for job in jobs]
         except OSError as error:  # without a number: a worker that ended has closed what the next one starts with
-            raise error if error.errno else BrokenProcessPool from error
+            raise (error if error.errno else BrokenProcessPool()) from None
         for done in as_completed(tasks):
             yield done.result()
     except BrokenProcessPool as error:

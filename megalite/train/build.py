@@ -99,10 +99,9 @@ def open_context(config: Config, environment: ProcessEnvironment, store: Store |
     # Nobody can do anything about these of torch: on the first product in autograd's thread, and that fp32 is fp32.
     warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current|TensorFloat32 tensor cores")
     collect(lambda: check_fp8(config.train.fp8, device), problems)
-    filled = fill_by_device(config, device)
-    collect(lambda: use_attention(filled.train.attention, device, dtype, heads), problems)
     if device.type == "cuda" and config.train.deterministic:
         fix_order()
+    collect(lambda: use_attention(config.train.attention, device, dtype, heads), problems)
     problems += device_problems(config, device, PRECISIONS[dtype], environment)
     nccl = collect(lambda: read_nccl_options(Path(axes.nccl_options)) if axes.nccl_options else {}, problems)
     values = {name: value_of(config, name) for name in SETTINGS if name not in OF_A_MACHINE}
@@ -112,7 +111,7 @@ def open_context(config: Config, environment: ProcessEnvironment, store: Store |
     store = meet(environment, device, problems, plan, timeout_s=timeout_s, store=store)
     assert layout is not None, "a rank with problems has been refused"
     place = ParallelContext(layout, environment.rank, device, dtype, store=store)
-    return join(place, timeout_s=after_report_s(timeout_s), needs=needs_of(filled), nccl=nccl)
+    return join(place, timeout_s=after_report_s(timeout_s), needs=needs_of(fill_by_device(config, device)), nccl=nccl)
 
 
 def needs_of(config: Config) -> GroupNeeds:
@@ -220,13 +219,10 @@ def device_problems(
 
 
 def fill_by_device(config: Config, device: torch.device) -> Config:
-    """The config with what is null where the kind of device decides. Compiling pays on CUDA, on a CPU it costs more
-    than it brings; a save beside the training shares the cores of a CPU with it."""
+    """Settings that follow from the kind of device alone. Compiling pays on CUDA, and costs a CPU more than it brings.
+    A save behind the training takes cores, which a CPU trains with."""
     names = [name for name in ("train.compile", "checkpoint.async") if value_of(config, name) is None]
-    is_cuda, attention = device.type == "cuda", config.train.attention
-    if is_cuda and config.train.deterministic and attention == "auto":
-        attention = "flex"  # backward of the others adds in any order
-    return with_values(config, {**dict.fromkeys(names, is_cuda), "train.attention": attention})
+    return with_values(config, dict.fromkeys(names, device.type == "cuda"))
 
 
 def derive_device(config: Config, context: ParallelContext) -> Config:

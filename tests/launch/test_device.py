@@ -1,10 +1,12 @@
 """Device and precision of one rank."""
 
+import itertools
 import os
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,7 +25,6 @@ from megalite.launch.device import (
     check_fp8,
     choose_device,
     choose_precision,
-    fix_order,
     slow_precision,
     use_attention,
 )
@@ -123,31 +124,31 @@ def test_kernels_of_attention_that_cannot_run_are_refused(
 
 
 def test_additions_in_one_order_are_asked_of_torch_cublas_and_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    with inductor.patch(deterministic=False, dynamic_scale_rblock=True):
-        fix_order()
-        assert (inductor.deterministic, inductor.dynamic_scale_rblock) == (True, False)
-    assert os.environ.pop("CUBLAS_WORKSPACE_CONFIG") in (":4096:8", ":16:8")  # torch takes no other
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "what torch does not take")
+    monkeypatch.setattr("megalite.train.build.use_attention", lambda *given: None)
+    monkeypatch.setattr("megalite.train.build.meet", Mock(side_effect=KeyError("met")))
+    _pretend_cuda(monkeypatch, 1)
     try:
-        with pytest.raises(RuntimeError, match="put_ does not have a deterministic"):
-            torch.zeros(2).put_(torch.tensor([0, 0]), torch.ones(2))
+        for device, asked in (("cpu", True), ("cuda", False), ("cuda", True)):
+            config = with_values(Config(device=device, precision="fp32"), {"train.deterministic": asked})
+            with inductor.patch(deterministic=False, dynamic_scale_rblock=True):
+                with pytest.raises(KeyError, match="met"):
+                    open_context(config, SINGLE)
+                fixed = asked and device == "cuda"
+                assert (inductor.deterministic, inductor.dynamic_scale_rblock) == (fixed, not fixed)
+                assert torch.are_deterministic_algorithms_enabled() == fixed
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     finally:
         torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
 def test_what_the_kind_of_device_decides() -> None:
-    def filled(device: torch.device, **given: Any) -> tuple[bool, bool, str]:
-        config = fill_by_device(
-            with_values(Config(), {f"train.{name}": value for name, value in given.items()}), device
-        )
-        return config.train.compile, needs_of(config).background_saving, config.train.attention
-
-    assert filled(CPU) == filled(CPU, deterministic=True) == (False, False, "auto")
-    assert filled(GPU) == (True, True, "auto")
-    assert filled(GPU, compile=False, deterministic=True) == (False, True, "flex")
-    given = with_values(Config(), {"checkpoint.async": False, "train.attention": "cudnn"})
-    assert fill_by_device(given, GPU) == with_values(given, {"train.compile": True})
+    for device, given in itertools.product([CPU, GPU], [{}, {"train.compile": False}, {"checkpoint.async": True}]):
+        config = fill_by_device(with_values(Config(), given), device)
+        chosen = dict.fromkeys(["train.compile", "checkpoint.async"], device == GPU)
+        assert config == with_values(Config(), {**chosen, **given})
+        assert needs_of(config).background_saving == config.checkpoint.asynchronous
 
 
 def test_a_run_tries_the_kernels_of_attention_with_its_dtype_and_the_heads_of_a_rank(
@@ -155,9 +156,7 @@ def test_a_run_tries_the_kernels_of_attention_with_its_dtype_and_the_heads_of_a_
 ) -> None:
     asked: list[tuple[Any, ...]] = []
     monkeypatch.setattr("megalite.train.build.use_attention", lambda *given: asked.append(given))
-    monkeypatch.setattr("megalite.train.build.fix_order", lambda: pytest.fail("a CPU has one order"))
     heads = {"model.num_attention_heads": 4, "model.num_key_value_heads": 2, "model.head_size": 24}
-    heads["train.deterministic"] = True
     open_context(with_values(Config(device="cpu", precision="fp32"), heads), SINGLE)
     assert asked == [("auto", CPU, torch.float32, (4, 2, 24))]
 
