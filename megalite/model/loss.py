@@ -77,12 +77,6 @@ class TokenLoss:
         statistics = torch.stack([maxima[:, 0], powers.sum(-1), *rows])
         return statistics, powers if keeps and not torch.compiler.is_compiling() else None
 
-    def exchange(self, statistics: Tensor) -> Tensor:
-        """Every rank's [k, r] as [t, k, r]."""
-        if self.group is None:
-            return statistics[None]
-        return finish(start_all_gather(statistics, self.group)).view(self.size, *statistics.shape)
-
     def combine(self, statistics: Tensor) -> tuple[Tensor, Tensor]:
         """From [t, k, r]: losses [r], and factors [r] from a softmax over this rank's columns to the gradient's term.
 
@@ -270,7 +264,10 @@ class _Sweep:
             for part, of_part in zip(*parts[:2], strict=True)
         ]
         statistics, powers = zip(*found, strict=True)
-        losses, factors = loss.combine(loss.exchange(torch.cat(statistics, 1)))
+        of_ranks = torch.cat(statistics, 1)[None]  # [t, k, r], as soon as all ranks of a group have given theirs
+        if loss.group is not None:
+            of_ranks = finish(start_all_gather(of_ranks, loss.group))
+        losses, factors = loss.combine(of_ranks)
         if wants_gradients:
             arguments = parts[0], statistics, parts[1], factors.split(piece), parts[2], powers
             for each_ in zip(*arguments, strict=True):

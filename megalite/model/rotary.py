@@ -94,6 +94,11 @@ class _Rotate(torch.autograd.Function):
 def _turn(x: Tensor, straight: Tensor, swapped: Tensor, sign: int) -> Tensor:
     """x * straight + sign * (x with its halves swapped) * swapped."""
     factors = [table.transpose(0, 1)[:, :, None, None] for table in (straight, swapped)]  # [s, b, 1, 1, d]
-    wide = x.to(straight.dtype)
-    turned = torch.addcmul(wide * factors[0], wide.roll(x.shape[-1] // 2, -1), factors[1], value=sign)
+    wide, half = x.to(straight.dtype), x.shape[-1] // 2
+    turned = wide * factors[0]
+    if x.is_cuda:  # compiled, one kernel that makes no swapped copy
+        turned = torch.addcmul(turned, wide.roll(half, -1), factors[1], value=sign)
+    else:
+        for at, other in ((slice(half), slice(half, None)), (slice(half, None), slice(half))):
+            turned[..., at].addcmul_(wide[..., other], factors[1][..., at], value=sign)
     return turned.to(x.dtype).view(x.shape)  # where `to` changes nothing, a view: see dropout.py
