@@ -94,7 +94,7 @@ class Cluster:
         seen, at = "", time.monotonic()
         while not condition():
             sizes = [
-                path.stat().st_size for kind in ("*.out", "logs/*", "*/*.jsonl") for path in self.folder.glob(kind)
+                path.stat().st_size for kind in ("*.out", "logs/[!.]*", "*/*.jsonl") for path in self.folder.glob(kind)
             ]
             if (now := f"{self('squeue', '-haro', '%i %T %r')}{sum(sizes)}") != seen:
                 seen, at = now, time.monotonic()
