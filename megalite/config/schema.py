@@ -154,7 +154,7 @@ class TrainConfig:
     compile: bool = setting(None, "torch.compile of each block and of the loss; null: on for CUDA, off for CPU")
     cuda_graph: bool = setting(None, "CUDA, one process: one call starts a microbatch's kernels; null: of small ones")
     attention: str = setting("auto", "auto: cuDNN or flash, for documents flex", choices="auto|cudnn|flash|flex|fa4")
-    deterministic: bool = setting(False, "CUDA: additions in one order: runs repeat bit for bit, as those on CPUs do")
+    deterministic: bool = setting(False, "CUDA: additions in one order, so that runs repeat bit for bit")
     fp8: str | None = setting(None, "precision=bf16: inner blocks multiply fp8 numbers", choices="tensorwise|rowwise")
     max_bad_steps: int = setting(10, "stop after this many in a row without a finite loss or gradient", at_least=1)
     check_replicas_every: int = setting(100, "steps between checks that replicas are equal; 0: none", at_least=0)
@@ -236,7 +236,7 @@ class CheckpointConfig:
 
     interval: int = setting(100, "steps between checkpoints; 0: only at the end or when stopped", at_least=0)
     keep: int = setting(2, "newest checkpoints that are kept, and the newest known to be good", at_least=1)
-    asynchronous: bool = setting(None, "true: training waits only for a copy to host memory; null: CUDA", name="async")
+    asynchronous: bool = setting(None, "true: steps wait only for a copy to host memory; null: on CUDA", name="async")
     init_from: str | None = setting(None, "folder of a transformers model to start from (docs/huggingface.md)")
 
 
