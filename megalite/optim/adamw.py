@@ -29,7 +29,7 @@ Groups = Sequence[tuple[Sequence[SliceRange], float]]  # runs that do not overla
 
 
 class FlatAdamW:
-    """The optimizer (optimizer.py) of the masters of `buffers`, whose runs are in one of `groups` each.
+    """The optimizer (optimizer.py) of the masters of `buffers` whose runs are in one of `groups` each.
 
     Each moment lies in one block of memory. Applied steps are counted on the device, exactly up to 2^24. A `compiled`
     step wants runs that begin at multiples of ALIGNMENT.
@@ -38,7 +38,9 @@ class FlatAdamW:
     def __init__(self, buffers: TrainingBuffers, groups: Groups, settings: OptimizerConfig, *, compiled: bool) -> None:
         self.masters, self.gradients = buffers.masters, buffers.gradients
         self._dtype, self._betas, self._eps = buffers.master_dtype, settings.betas, settings.eps
-        sizes, first_moment = [len(master) for master in self.masters], dtype_of(settings.moment_dtype, self._dtype)
+        used = {run.bucket for runs, _ in groups for run in runs}
+        sizes = [len(master) if bucket in used else 0 for bucket, master in enumerate(self.masters)]
+        first_moment = dtype_of(settings.moment_dtype, self._dtype)
         self.exp_avg = list(torch.zeros(sum(sizes), dtype=first_moment, device=buffers.device).split(sizes))
         self.exp_avg_sq = list(torch.zeros(sum(sizes), dtype=self._dtype, device=buffers.device).split(sizes))
         self.step_count = torch.zeros((), dtype=torch.float32, device=buffers.device)
@@ -115,6 +117,8 @@ class FlatAdamW:
         """The first arguments of `_update_rows` for each bucket. Padding, which lies in no run, has no decay."""
         lists = (self.masters, self.gradients, self.exp_avg, self.exp_avg_sq, parameters)
         for bucket, (master, *others, parameter) in enumerate(zip(*lists, strict=True)):
+            if len(others[1]) < len(master):
+                continue  # no run lies in it
             decay = torch.zeros(len(master) // ALIGNMENT, 1, dtype=master.dtype)
             for run, weight_decay in ((run, decay) for runs, decay in groups for run in runs if run.bucket == bucket):
                 assert run.start % ALIGNMENT == 0, run

@@ -5,7 +5,8 @@ that share it has its part. Activations and what travels come on top. With AdamW
 distributed optimizer: 6 + 12/d bytes in bf16, 8 + 8/d in fp32 (in fp16, where it sums gradients in fp16, 4 + 16/d).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 from megalite.config.layout import stage_settings
@@ -59,7 +60,15 @@ def records_of(config: Config, pp_rank: int) -> list[ParameterRecord]:
     """The records of what one pipeline rank holds, chunk by chunk."""
     records = gpt_parameters(config.model, sequence_parallel=bool(config.parallel.sequence_parallel))
     stages = stages_of(stage_settings(config), pp_rank)
-    return [record for stage in stages for record in records if is_held(record, stage)]
+    held = [record for stage in stages for record in records if is_held(record, stage)]
+    if config.optimizer.name == "muon":  # AdamW's are vectors, and the router (in the masters' precision) if asked for
+        routers = config.optimizer.muon.router
+        vectors = [min(prod(one.shape[one.stacked or 0 : -1]), one.shape[-1]) < 2 for one in held]
+        others = [
+            vector or (one.precision == "master" and not routers) for one, vector in zip(held, vectors, strict=True)
+        ]
+        held = [replace(one, stacked=None) if other else one for one, other in zip(held, others, strict=True)]
+    return held
 
 
 def replica_groups(kind: Kind, *, zero: bool, instances: int) -> tuple[str | None, str | None]:
