@@ -57,6 +57,7 @@ def derive(config: Config, world_size: int = 1) -> Config:
         "optimizer.communication_dtype": config.optimizer.gradient_dtype,
         "optimizer.ownership": "whole" if config.optimizer.name == "muon" else "even",
         "optimizer.muon.lr": config.optimizer.lr,
+        "optimizer.muon.weight_decay": config.optimizer.weight_decay,
         "lr.warmup_steps": min(100, train.steps // 10),
         "lr.min_lr": config.optimizer.lr / 10,
         "lr.decay_steps": train.steps // 5,

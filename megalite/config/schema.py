@@ -181,7 +181,7 @@ class MuonConfig:
     """Muon for the matrices of blocks, r rows by c columns each; AdamW updates all else (docs/optimizer.md)."""
 
     lr: float = setting(None, "peak learning rate of matrices; null: optimizer.lr", above=0)
-    weight_decay: float | None = setting(None, "of matrices; null: optimizer.weight_decay", at_least=0)
+    weight_decay: float = setting(None, "of matrices; null: optimizer.weight_decay", at_least=0)
     momentum: float = setting(0.95, "share of itself that momentum keeps in a step", at_least=0, below=1)
     nesterov: bool = setting(True, "the gradient enters the update once more, beside its share of the momentum")
     coefficients: str = setting("jordan", "the polynomials", choices="jordan|quintic|polar_express|deepseek_v4")

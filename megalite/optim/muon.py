@@ -23,7 +23,7 @@ from torch import Tensor
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
 from megalite.layout.buffer_layout import Kind
-from megalite.layout.parameters import Shard, shard_of
+from megalite.layout.parameters import Shard, ShardBox, shard_of
 from megalite.optim.adamw import FlatAdamW
 from megalite.optim.buffers import TrainingBuffers, dtype_of
 from megalite.optim.newton_schulz import orthogonalised, polynomials
@@ -58,6 +58,24 @@ class Block:
         """Roughly proportional to the products of an orthogonalisation."""
         rows, columns = prod(self.shape[:-1]), self.shape[-1]
         return rows * columns * min(rows, columns)
+
+    def gather(self, of_ranks: Tensor) -> Tensor:
+        """The whole entry, from what each rank of the axis holds of it, [ranks, elements]. What several hold enters
+        once."""
+        whole = of_ranks.new_empty(self.shape)
+        for part, box in self._boxes(of_ranks):
+            if box.counted:
+                whole[box.logical] = part
+        return whole
+
+    def scatter(self, whole: Tensor, of_ranks: Tensor) -> None:
+        """Write into `of_ranks` [ranks, elements] what each rank holds of `whole`."""
+        for part, box in self._boxes(of_ranks):
+            part.copy_(whole[box.logical])
+
+    def _boxes(self, of_ranks: Tensor) -> Iterator[tuple[Tensor, ShardBox]]:
+        for flat, shard in zip(of_ranks, self.shards, strict=True):
+            yield from ((flat.view(shard.shape)[box.local], box) for box in shard.boxes)
 
 
 @dataclass(frozen=True)
@@ -94,40 +112,33 @@ class Homes:
     def at_home(
         self, blocks: Sequence[Block], parts: Sequence[Tensor], compute: Callable[[Block, Tensor], Tensor]
     ) -> Sequence[Tensor]:
-        """This rank's part of `compute(block, whole)` for each block, of whose `whole` each rank gives its (flat) part.
-        It is computed by one rank: the longest first, each by the rank that has the least to do. Collective."""
+        """This rank's part of `compute(block, whole)` for each block, of whose whole each rank gives its (flat) part.
+        One of the ranks, the home of the block, computes it. Collective."""
         if self.group is None:
             return [compute(block, part.view(block.shape)).flatten() for block, part in zip(blocks, parts, strict=True)]
-        load, jobs = [0] * len(self.places), [list[int]() for _ in self.places]
-        for at in sorted(range(len(blocks)), key=lambda at: -blocks[at].cost):
-            home = load.index(min(load))
-            load[home] += blocks[at].cost
-            jobs[home].append(at)
-        order, own = [at for job in jobs for at in job], jobs[self.index]
+        homes = homes_of(blocks, len(self.places))
+        order = sorted(range(len(blocks)), key=homes.__getitem__)
+        own = [at for at in order if homes[at] == self.index]
         sends, receives = [0] * self.group.size, [0] * self.group.size
-        for place, job in zip(self.places, jobs, strict=True):
-            sends[place] = sum(len(parts[at]) for at in job)
+        for index, place in enumerate(self.places):
+            sends[place] = sum(len(parts[at]) for at in order if homes[at] == index)
             receives[place] = sum(len(parts[at]) for at in own)
         arrived = finish(start_all_to_all(torch.cat([parts[at] for at in order]), sends, receives, self.group))
-        pieces = arrived.view(len(self.places), -1).split([len(parts[at]) for at in own], dim=1)
-        for at, piece in zip(own, pieces, strict=True):
-            shards = [one.view(shard.shape) for one, shard in zip(piece, blocks[at].shards, strict=True)]
-            boxes = [
-                (one[box.local], box)
-                for one, shard in zip(shards, blocks[at].shards, strict=True)
-                for box in shard.boxes
-            ]
-            whole = piece.new_empty(blocks[at].shape)
-            for part, box in boxes:
-                if box.counted:
-                    whole[box.logical] = part
-            result = compute(blocks[at], whole)
-            for part, box in boxes:
-                part.copy_(result[box.logical])
-        returned = finish(start_all_to_all(arrived, receives, sends, self.group)).split(
-            [len(parts[at]) for at in order]
-        )
+        of_blocks = arrived.view(len(self.places), -1).split([len(parts[at]) for at in own], dim=1)
+        for block, of_ranks in zip([blocks[at] for at in own], of_blocks, strict=True):
+            block.scatter(compute(block, block.gather(of_ranks)), of_ranks)
+        sizes = [len(parts[at]) for at in order]
+        returned = finish(start_all_to_all(arrived, receives, sends, self.group)).split(sizes)
         return [part for _, part in sorted(zip(order, returned, strict=True), key=lambda pair: pair[0])]
+
+
+def homes_of(blocks: Sequence[Block], ranks: int) -> list[int]:
+    """The rank, of so many, that computes each block: the dearest first, each by the rank with the least to do."""
+    load, homes = [0] * ranks, [0] * len(blocks)
+    for at in sorted(range(len(blocks)), key=lambda at: -blocks[at].cost):
+        homes[at] = load.index(min(load))
+        load[homes[at]] += blocks[at].cost
+    return homes
 
 
 class Muon:
@@ -141,8 +152,7 @@ class Muon:
         self.momentum = list(torch.zeros(sum(sizes), dtype=buffers.master_dtype, device=buffers.device).split(sizes))
         self.before_change: Callable[[], None] = lambda: None
         self._rest, self._settings, self._table = rest, muon, polynomials(muon.coefficients, muon.steps)
-        self._relative_rate = (muon.lr or config.optimizer.lr) / config.optimizer.lr
-        self._decay = config.optimizer.weight_decay if muon.weight_decay is None else muon.weight_decay
+        self._relative_rate = muon.lr / config.optimizer.lr
         dtype = muon.dtype or ("bf16" if buffers.device.type == "cuda" else "fp32")
         self._master_dtype, self._dtype = buffers.master_dtype, dtype_of(dtype, buffers.master_dtype)
         self._parts = list[tuple[Kind, Homes, list[Block]]]()
@@ -158,23 +168,25 @@ class Muon:
     def step(self, lr: Tensor, *, divisor: Tensor, skip: Tensor) -> None:
         self.before_change()
         self._rest.step(lr, divisor=divisor, skip=skip)
+        rate = (lr * self._relative_rate).to(self._master_dtype)
         for kind, homes, blocks in self._parts:
-            applied = (skip == 0).expand(len(blocks))
+            moves = (skip == 0).expand(len(blocks))
             if kind == "expert":
-                applied = applied & homes.any(torch.stack([block.gradient.any() for block in blocks]))
-            moved = applied.to(self._master_dtype).unbind()
-            directions = [self._direction(block, divisor, one) for block, one in zip(blocks, moved, strict=True)]
-            rate = (lr * self._relative_rate).to(self._master_dtype)
-            for block, one, update in zip(
-                blocks, moved, homes.at_home(blocks, directions, self._orthogonalised), strict=True
-            ):
-                block.master.mul_(1.0 - rate * one * self._decay).sub_(update.to(rate.dtype) * (rate * one))
+                moves = moves & homes.any(torch.stack([block.gradient.any() for block in blocks]))
+            rates = (rate * moves).unbind()
+            directions = [
+                self._direction(block, divisor, one) for block, one in zip(blocks, moves.unbind(), strict=True)
+            ]
+            updates = homes.at_home(blocks, directions, self._orthogonalised)
+            for block, update, one in zip(blocks, updates, rates, strict=True):
+                kept = 1.0 - one * self._settings.weight_decay
+                block.master.mul_(kept).sub_(update.to(self._master_dtype) * one)
 
-    def _direction(self, block: Block, divisor: Tensor, applied: Tensor) -> Tensor:
-        """U of a block, whose momentum takes the gradient in; where `applied` is 0.0, the momentum as it was."""
-        gradient, momentum = block.gradient.to(block.momentum.dtype), self._settings.momentum
-        gradient = gradient.div_(divisor).masked_fill_(applied == 0, 0.0)
-        block.momentum.lerp_(gradient, applied * (1.0 - momentum))
+    def _direction(self, block: Block, divisor: Tensor, moves: Tensor) -> Tensor:
+        """U of a block, whose momentum takes the gradient in; of one that does not move, any finite numbers."""
+        gradient, momentum = block.gradient.to(self._master_dtype), self._settings.momentum
+        gradient = gradient.div_(divisor).masked_fill_(~moves, 0.0)
+        block.momentum.lerp_(gradient, moves.to(self._master_dtype) * (1.0 - momentum))
         return (gradient.lerp_(block.momentum, momentum) if self._settings.nesterov else block.momentum).to(self._dtype)
 
     def _orthogonalised(self, block: Block, whole: Tensor) -> Tensor:

@@ -69,6 +69,6 @@ def fused_gate_and_up(context: ParallelContext, config: Config) -> None:
 def clipped_too_late(context: ParallelContext, config: Config) -> None:
     """Momentum takes gradients in as they are."""
     right = Muon._direction
-    Muon._direction = lambda self, block, divisor, applied: right(  # type: ignore[method-assign]
-        self, block, torch.ones_like(divisor), applied
+    Muon._direction = lambda self, block, divisor, moves: right(  # type: ignore[method-assign]
+        self, block, torch.ones_like(divisor), moves
     )
