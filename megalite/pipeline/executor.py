@@ -209,10 +209,12 @@ class MicrobatchGraph:
     """
 
     def __init__(self, model: GPT) -> None:
-        self._model, self._seen = model, 0
+        self._model, self._seen, self._shape = model, 0, torch.Size()
 
     def __call__(self, batch: Batch, scale: Tensor) -> Tensor:
         """Adds the microbatch's gradients; its loss, as `GPT.loss` scales it."""
+        if batch.tokens.shape != self._shape:
+            self._shape, self._seen = batch.tokens.shape, 0  # of microbatches that the loop has halved
         self._seen += 1
         if self._seen <= FIRST:
             return self._compute(batch, scale)
