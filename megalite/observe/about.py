@@ -92,7 +92,7 @@ def memory_lines(job: Job) -> Iterator[list[str]]:
     """What training takes of this rank's GPU by the formula (plan/gpu_memory.py)."""
     if job.context.device.type == "cuda":
         memory = rank_memory(job.config, job.context.layout, job.context.rank)
-        has, parts = torch.cuda.mem_get_info(job.context.device)[1], memory._asdict().items()
+        has, parts = torch.cuda.mem_get_info(job.context.device)[1], asdict(memory).items()
         words = ", ".join(f"{name} {size / 2**30:,.1f}" for name, size in parts)
         yield ["memory", f"{memory.total / 2**30:,.1f} GiB of {has / 2**30:,.1f} needed: {words}"]
 

@@ -9,8 +9,9 @@ equal shares of the rows.
 
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from megalite.config.derive import USUAL, derive, micro_batch_sizes, schedule_request
 from megalite.config.files import read_yaml
@@ -37,7 +38,8 @@ WORKSPACES = 80 << 20  # bytes that cuBLAS and cuBLASLt take from torch's alloca
 WIDE_PIECE = 1 << 29  # bytes of fp32 logits that an uncompiled loss works on
 
 
-class Memory(NamedTuple):
+@dataclass(frozen=True)
+class Memory:
     """Bytes of one rank, by what they are for."""
 
     state: int  # parameters, gradients, masters, moments
@@ -47,7 +49,7 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        return sum(self)
+        return sum(asdict(self).values())
 
 
 def fit_micro_batch(config: Config, context: "ParallelContext") -> Config:
