@@ -220,12 +220,8 @@ class MicrobatchGraph:
 
     def __call__(self, batch: Batch, scale: Tensor) -> Tensor:
         """Adds the microbatch's gradients; its loss, as `GPT.loss` scales it."""
-        if batch.tokens.shape != self._shape:
-            self._shape, self._seen, self._repeat = (
-                batch.tokens.shape,
-                0,
-                None,
-            )  # the first, or the loop has halved them
+        if batch.tokens.shape != self._shape:  # of the first, or the loop has halved them
+            self._shape, self._seen, self._repeat = batch.tokens.shape, 0, None
             self._times.clear()
         self._seen += 1
         if self._seen <= FIRST or self.wanted is False:
