@@ -254,6 +254,8 @@ class MicrobatchGraph:
         except Exception as error:  # whatever a kernel's own compiler raises
             # torch is left on the capture's stream and, up to 2.11, with its memory (pytorch#180395): no way goes on.
             advice = "train.cuda_graph=false starts kernels one by one"
+            if isinstance(error, torch.OutOfMemoryError):
+                advice = f"memory is short: {advice}, and a smaller train.micro_batch_size needs less"
             raise RuntimeError(f"microbatches cannot be a CUDA graph here: {advice}") from error
         return repeat
 
