@@ -114,14 +114,6 @@ def derive_micro_batch_size(config: Config, world_size: int) -> int:
     return config.train.micro_batch_size or max(size for size in micro_batch_sizes(config, world_size) if size <= USUAL)
 
 
-def micro_batch_is_fixed(config: Config) -> bool:
-    """Whether memory must not choose the micro-batch size: another one would be another training, where experts'
-    balance or capacity counts by microbatch, or other bits, where a run must repeat."""
-    moe = config.model.moe
-    counted = (moe.aux_loss == "microbatch" and moe.aux_loss_coeff > 0) or moe.capacity_factor is not None
-    return config.train.deterministic or (moe.num_experts > 0 and counted)
-
-
 def micro_batch_sizes(config: Config, world_size: int) -> list[int]:
     """The micro-batch sizes that suit, ascending: divisors of a data-parallel rank's share of every global batch that
     leave a pipeline a microbatch for each rank (or group), and 8 at full size. Above 8 powers of two alone."""

@@ -13,13 +13,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megalite.config.derive import derive, micro_batch_is_fixed, micro_batch_sizes, schedule_request
+from megalite.config.derive import derive, micro_batch_sizes, schedule_request
 from megalite.config.files import read_yaml
 from megalite.config.layout import exchange_of, local_heads, stage_settings
 from megalite.config.rules import schedule_flaws
 from megalite.config.schema import Config
 from megalite.config.settings import with_values
-from megalite.config.step_plan import batch_sizes
+from megalite.config.step_plan import batch_sizes, micro_batch_is_fixed
 from megalite.errors.problems import UserError
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.stages import stages_of

@@ -24,12 +24,11 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megalite.checkpoint.run_folder import RunFolder
-from megalite.config.derive import micro_batch_is_fixed
 from megalite.config.files import write_atomically
 from megalite.config.schedule_request import SPLITTING
 from megalite.config.schema import Config
 from megalite.config.settings import DERIVED, OPEN, as_plain, value_of, with_values
-from megalite.config.step_plan import planned_steps
+from megalite.config.step_plan import micro_batch_is_fixed, planned_steps
 from megalite.data.batches import StepBatches, train_batches, validation_batches
 from megalite.data.open import OpenedData
 from megalite.errors.problems import Problem, UserError, refuse, several
