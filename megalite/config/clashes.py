@@ -43,8 +43,9 @@ CLASHES: list[tuple[str, Values, str, Values, str]] = [
 
 @cache
 def full_name(word: str) -> str:
-    """The setting that ends on these words, or the name of no setting as it is."""
-    found = [name for name in SETTINGS if name == word or (word not in SETTINGS and name.endswith(f".{word}"))]
+    """The setting with the fewest words that ends on these, or the name of no setting as it is."""
+    found = [name for name in SETTINGS if name == word or name.endswith(f".{word}")]
+    found = [name for name in found if name.count(".") == min(each.count(".") for each in found)]
     assert len(found) < 2, f"{word} can be any of {found}"
     return found[0] if found else word
 

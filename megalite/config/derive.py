@@ -41,10 +41,8 @@ TRAINING = {
     *("optimizer.communication_dtype", "optimizer.initial_loss_scale", "optimizer.min_loss_scale"),
     *("optimizer.loss_scale_window", "optimizer.hysteresis"),
 }
-LATER = {
-    "optimizer.name",
-    *(name for name in SETTINGS if name.startswith("optimizer.muon.")),
-}  # settings of later versions, whose defaults leave the names of older runs as they are
+# Settings of later versions, whose defaults leave the names of older runs as they are.
+LATER = {"optimizer.name", *(name for name in SETTINGS if name.startswith("optimizer.muon."))}
 
 
 def derive(config: Config, world_size: int = 1) -> Config:
@@ -56,9 +54,6 @@ def derive(config: Config, world_size: int = 1) -> Config:
         "parallel.microbatch_group_size": request.group if grouped else None,
         "train.micro_batch_size": derive_micro_batch_size(config, world_size),
         "optimizer.communication_dtype": config.optimizer.gradient_dtype,
-        "optimizer.ownership": "whole" if config.optimizer.name == "muon" else "even",
-        "optimizer.muon.lr": config.optimizer.lr,
-        "optimizer.muon.weight_decay": config.optimizer.weight_decay,
         "lr.warmup_steps": min(100, train.steps // 10),
         "lr.min_lr": config.optimizer.lr / 10,
         "lr.decay_steps": train.steps // 5,

@@ -30,11 +30,10 @@ from megalite.optim.newton_schulz import orthogonalised, polynomials
 from megalite.optim.rank_buffers import KINDS
 from megalite.tensor_parallel.collectives import TensorGroup, finish, start_all_gather, start_all_to_all
 
-SCALES: dict[str, Callable[[int, int], float]] = {
-    "match_adamw": lambda rows, columns: 0.2 * sqrt(max(rows, columns)),
-    "max_ratio": lambda rows, columns: sqrt(max(1.0, rows / columns)),
-    "ratio": lambda rows, columns: sqrt(rows / columns),
-    "max_side": lambda rows, columns: sqrt(max(rows, columns)),
+SCALES: dict[str, Callable[[int, int, float], float]] = {
+    "match_adamw": lambda rows, columns, rms: rms * sqrt(max(rows, columns)),
+    "max_ratio": lambda rows, columns, _: sqrt(max(1.0, rows / columns)),
+    "ratio": lambda rows, columns, _: sqrt(rows / columns),
 }
 
 
@@ -82,7 +81,7 @@ class Block:
 class Homes:
     """The ranks of tp (of experts, etp) that hold parts of the same matrices, and which of them is this rank.
 
-    `places`: where in `group` they are, in their order. By default a rank alone.
+    `places`: where in `group` they are, in their order. The defaults are a rank alone.
     """
 
     places: tuple[int, ...] = (0,)
@@ -103,11 +102,8 @@ class Homes:
         """Which of `flags` [n], bool, are set on one of the ranks."""
         if self.group is None:
             return flags
-        return (
-            finish(start_all_gather(flags.to(torch.uint8), self.group))
-            .view(self.group.size, -1)[list(self.places)]
-            .any(0)
-        )
+        of_members = finish(start_all_gather(flags.to(torch.uint8), self.group)).view(self.group.size, -1)
+        return of_members[list(self.places)].bool().any(0)
 
     def at_home(
         self, blocks: Sequence[Block], parts: Sequence[Tensor], compute: Callable[[Block, Tensor], Tensor]
@@ -152,7 +148,8 @@ class Muon:
         self.momentum = list(torch.zeros(sum(sizes), dtype=buffers.master_dtype, device=buffers.device).split(sizes))
         self.before_change: Callable[[], None] = lambda: None
         self._rest, self._settings, self._table = rest, muon, polynomials(muon.coefficients, muon.steps)
-        self._relative_rate = muon.lr / config.optimizer.lr
+        self._relative_rate = 1.0 if muon.lr is None else muon.lr / config.optimizer.lr
+        self._decay = config.optimizer.weight_decay if muon.weight_decay is None else muon.weight_decay
         dtype = muon.dtype or ("bf16" if buffers.device.type == "cuda" else "fp32")
         self._master_dtype, self._dtype = buffers.master_dtype, dtype_of(dtype, buffers.master_dtype)
         self._parts = list[tuple[Kind, Homes, list[Block]]]()
@@ -179,7 +176,7 @@ class Muon:
             ]
             updates = homes.at_home(blocks, directions, self._orthogonalised)
             for block, update, one in zip(blocks, updates, rates, strict=True):
-                kept = 1.0 - one * self._settings.weight_decay
+                kept = 1.0 - one * self._decay
                 block.master.mul_(kept).sub_(update.to(self._master_dtype) * one)
 
     def _direction(self, block: Block, divisor: Tensor, moves: Tensor) -> Tensor:
@@ -197,8 +194,8 @@ class Muon:
             parts = [whole.flatten(0, 1)]
         else:
             parts = [part.flatten(0, 2) for part in (whole[:, :-2], whole[:, -2:-1], whole[:, -1:])]
-        scale = SCALES[self._settings.scale]
-        found = [orthogonalised(part, self._table) * scale(*part.shape[-2:]) for part in parts]
+        scale, rms = SCALES[self._settings.scale], self._settings.rms
+        found = [orthogonalised(part, self._table) * scale(part.shape[-2], part.shape[-1], rms) for part in parts]
         if len(found) == 1:
             return found[0].view(block.shape)
         return torch.cat([part.unflatten(0, (block.shape[0], -1, block.shape[2])) for part in found], dim=1)

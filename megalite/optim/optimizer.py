@@ -51,9 +51,10 @@ def make_optimizer(buffers: TrainingBuffers, config: Config, context: ParallelCo
     """The optimizer that the settings name, with weight decay on the parameters whose records say so."""
     settings = config.optimizer
     compiled = config.train.compile and context.device.type == "cuda"  # on a CPU torch's own kernel is the faster one
-    muon = settings.name == "muon"
-    elsewhere = [one for one in buffers.owned if not (muon and buffers.layout.buckets[one.bucket].whole)]
-    decayed = slice_ranges(elsewhere, lambda record, _: record.decay)
-    others = slice_ranges(elsewhere, lambda record, _: not record.decay)
-    adamw = FlatAdamW(buffers, [(decayed, settings.weight_decay), (others, 0.0)], settings, compiled=compiled)
-    return Muon(buffers, config, context, adamw) if muon else adamw
+    matrices = {bucket for bucket, each in enumerate(buffers.layout.buckets) if each.whole and settings.name == "muon"}
+    owned = [one for one in buffers.owned if one.bucket not in matrices]
+    decayed = slice_ranges(owned, lambda record, _: record.decay)
+    others = slice_ranges(owned, lambda record, _: not record.decay)
+    groups = [(decayed, settings.weight_decay), (others, 0.0)]
+    adamw = FlatAdamW(buffers, groups, settings, compiled=compiled, without=matrices)
+    return Muon(buffers, config, context, adamw) if settings.name == "muon" else adamw

@@ -39,6 +39,7 @@ def rank_buffers(config: Config, world: ParallelLayout, rank: int) -> RankBuffer
     """`config` is resolved for `world`, its vocabulary included."""
     zero, instances, at = config.optimizer.zero > 0, config.optimizer.instances, world.coordinates(rank)
     groups = groups_of(world, rank, GroupNeeds(optimizer_instances=instances if zero else 1))
+    whole = config.optimizer.ownership == "whole" or config.optimizer.name == "muon"
     owners: dict[Kind, tuple[int, ...]] = {}
     for kind in KINDS:
         shard, _ = replica_groups(kind, zero=zero, instances=instances)
@@ -51,7 +52,7 @@ def rank_buffers(config: Config, world: ParallelLayout, rank: int) -> RankBuffer
         dense_shards=len(owners["dense"]),
         expert_shards=len(owners["expert"]),
         bucket_size=config.optimizer.bucket_size,
-        ownership="whole" if config.optimizer.ownership == "whole" else "even",
+        ownership="whole" if whole else "even",
     )
     return RankBuffers(rank, layout, owners)
 

@@ -33,9 +33,9 @@ def replicas_of_keys_entered_twice(context: ParallelContext, config: Config) -> 
             return right(self, block, whole)
         key, value, t = whole[:, -2:-1], whole[:, -1:], len(block.shards)
         twice = torch.cat([whole[:, :-2], *[key] * t, *[value] * t], 1)
-        scale, table = muon_module.SCALES[self._settings.scale], self._table
+        scale, rms, table = muon_module.SCALES[self._settings.scale], self._settings.rms, self._table
         parts = [part.flatten(0, 2) for part in twice.split([whole.shape[1] - 2, t, t], 1)]
-        found = [muon_module.orthogonalised(part, table) * scale(*part.shape) for part in parts]
+        found = [muon_module.orthogonalised(each, table) * scale(len(each), each.shape[1], rms) for each in parts]
         q, k, v = (part.unflatten(0, (len(whole), -1, whole.shape[2])) for part in found)
         return torch.cat([q, k[:, :1], v[:, :1]], 1)
 
@@ -44,7 +44,7 @@ def replicas_of_keys_entered_twice(context: ParallelContext, config: Config) -> 
 
 def scale_of_the_shard(context: ParallelContext, config: Config) -> None:
     right = muon_module.SCALES["max_ratio"]
-    muon_module.SCALES["max_ratio"] = lambda rows, columns: right(rows // context.size("tp"), columns)
+    muon_module.SCALES["max_ratio"] = lambda rows, columns, rms: right(rows // context.size("tp"), columns, rms)
 
 
 def idle_experts_judged_by_shards(context: ParallelContext, config: Config) -> None:

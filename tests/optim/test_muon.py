@@ -7,17 +7,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from megalite.config.schema import MoEConfig, MuonConfig
 from megalite.launch.context import CPU, ParallelContext
 from megalite.layout.ranks import ParallelLayout
+from megalite.optim import muon as muon_module
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.optim.rank_buffers import rank_buffers
+from megalite.tensor_parallel.collectives import TensorGroup, start_all_to_all
 from tests.config.refusal import refusal, settings
 from tests.model.small import GPT2_LIKE, LLAMA_LIKE
 from tests.optim.small_model import small_config
 from tests.optim.test_newton_schulz import TABLES, reference
+from tests.ranks import run_ranks
 
 SIZES = {"hidden_size": 24, "num_attention_heads": 4, "head_size": 10, "ffn_hidden_size": 36, "vocab_size": 53}
 MOE = MoEConfig(num_experts=4, ffn_hidden_size=20, num_shared_experts=1, first_dense_layers=1)
@@ -29,23 +33,25 @@ MODELS: dict[str, dict[str, Any]] = {
 Named = dict[str, Tensor]
 LR, DECAY, EPS, BETAS = 0.02, 0.1, 1e-8, (0.9, 0.95)
 SCALES = {
-    "match_adamw": lambda r, c: 0.2 * sqrt(max(r, c)),
-    "max_ratio": lambda r, c: sqrt(max(1.0, r / c)),
-    "ratio": lambda r, c: sqrt(r / c),
-    "max_side": lambda r, c: sqrt(max(r, c)),
+    "match_adamw": lambda r, c, rms: rms * sqrt(max(r, c)),
+    "max_ratio": lambda r, c, _: sqrt(max(1.0, r / c)),
+    "ratio": lambda r, c, _: sqrt(r / c),
 }
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16}
 IDLE = {"blocks.1.moe.experts.gate_up.weight": 2, "blocks.1.moe.experts.down.weight": 2}  # number of the expert
 
 
-def build(model: str, precision: str = "fp64", **muon: Any) -> tuple[TrainingBuffers, Optimizer]:
+def build(
+    model: str, precision: str = "fp64", context: ParallelContext | None = None, **muon: Any
+) -> tuple[TrainingBuffers, Optimizer]:
     chosen = {"name": "muon", "lr": LR, "weight_decay": DECAY, "betas": list(BETAS), "eps": EPS}
     config = small_config(model={**SIZES, **MODELS[model]}, optimizer={**chosen, "muon": MuonConfig(**muon)})
     config.precision = precision
-    layout, dtype = rank_buffers(config, ParallelLayout(), 0).layout, DTYPES[precision]
-    buffers = TrainingBuffers(layout, dtype=dtype, device=CPU)
+    dtype, context = DTYPES[precision], context or ParallelContext(dtype=DTYPES[precision])
+    own = rank_buffers(config, context.layout, context.rank)
+    buffers = TrainingBuffers(own.layout, dtype=dtype, device=CPU, **own.index)
     buffers.fill((name, 0.1 * values) for name, values in drawn(buffers, 0).items())
-    return buffers, make_optimizer(buffers, config, ParallelContext(dtype=dtype))
+    return buffers, make_optimizer(buffers, config, context)
 
 
 def drawn(buffers: TrainingBuffers, seed: int) -> Named:
@@ -88,7 +94,9 @@ def update(weights: Tensor, momentum: Tensor, gradient: Tensor, at: Tensor, lr: 
     table = table if muon.steps is None else (table + [table[-1]] * muon.steps)[: muon.steps]
     momentum[at] = mu * momentum[at] + (1 - mu) * gradient[at]
     towards = mu * momentum[at] + (1 - mu) * gradient[at] if muon.nesterov else momentum[at]
-    weights[at] = (1 - rate * decay) * weights[at] - rate * SCALES[muon.scale](*at.shape) * reference(towards, table)
+    weights[at] = (1 - rate * decay) * weights[at] - rate * SCALES[muon.scale](*at.shape, muon.rms) * reference(
+        towards, table
+    )
 
 
 def relative(found: Tensor, wanted: Tensor) -> float:
@@ -137,7 +145,7 @@ SETTINGS: list[dict[str, Any]] = [
     {},
     {"nesterov": False, "scale": "max_ratio"},
     {"coefficients": "quintic", "scale": "ratio", "steps": 7, "router": False},
-    {"coefficients": "polar_express", "scale": "max_side", "steps": 3, "weight_decay": 0.0},
+    {"coefficients": "polar_express", "rms": 0.9, "steps": 3, "weight_decay": 0.0},
     {"coefficients": "deepseek_v4", "qkv": "head", **OWN},
 ]
 
@@ -247,6 +255,35 @@ def test_a_bucket_has_momentum_or_moments_and_a_step_tells_before_it_changes_the
     assert all(map(torch.equal, told[0], before))
     pairs = zip(kept_of(buffers, optimizer), before, strict=True)
     assert not any(torch.equal(new, old) for new, old in pairs if len(new))
+
+
+def work_of_a_step(context: ParallelContext, model: str) -> tuple[int, int, int]:
+    """Floating-point operations, bytes sent to other ranks, and exchanges of a step of Muon on one rank."""
+    _, optimizer = build(model, context=context)
+    sent: list[int] = []
+
+    def counted(x: Tensor, sends: list[int], receives: list[int], group: TensorGroup) -> Tensor:
+        sent.append(x.element_size() * (sum(sends) - sends[context.coordinates["tp"]]))
+        return start_all_to_all(x, sends, receives, group)
+
+    muon_module.start_all_to_all = counted
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step(torch.tensor(LR), divisor=torch.tensor(1.0), skip=torch.tensor(0.0))
+    return counter.get_total_flops(), sum(sent), len(sent)
+
+
+@pytest.mark.parametrize(("layout", "exchanges"), [(ParallelLayout(dp=2), 0), (ParallelLayout(tp=2, dp=2), 2)])
+def test_a_step_of_all_ranks_costs_what_the_page_says(layout: ParallelLayout, exchanges: int) -> None:
+    buffers, _ = build("llama")
+    sides, elements = [], 0
+    for name, (slot, _) in buffers.places.items():
+        matrices = matrices_of(name, slot.record.shape, "projection") if is_matrix(name) else []
+        sides += [sorted(each.shape) for each in matrices]
+        elements += sum(each.numel() for each in matrices)
+    found = run_ranks(work_of_a_step, layout.world_size, "llama", layout=layout, dtype=torch.float64)
+    assert sum(flops for flops, _, _ in found) == sum(5 * (4 * m * m * n + 2 * m**3) for m, n in sides)
+    assert sum(sent for _, sent, _ in found) == 2 * 8 * elements * (layout.tp - 1) // layout.tp
+    assert {count for _, _, count in found} == {exchanges}
 
 
 MUON = "optimizer.name=muon"
