@@ -141,7 +141,9 @@ class TrainConfig:
 
     steps: int = setting(200, "optimizer steps of the whole run", at_least=0, at_most=10**8 - 1)
     global_batch_size: int = setting(8, "sequences per optimizer step, over all ranks", at_least=1, at_most=MOST)
-    micro_batch_size: int = setting(None, "sequences of one forward pass; null: at most 8, by the batch", at_least=1)
+    micro_batch_size: int = setting(
+        None, "sequences of one forward pass; null: on CUDA what fits, else at most 8", at_least=1
+    )
     seq_length: int = setting(256, "tokens per sequence", at_least=1)
     log_interval: int = setting(1, "steps between two lines of metrics.jsonl and of the terminal", at_least=1)
     eval_interval: int = setting(100, "steps between evaluations; 0: none", at_least=0)
@@ -152,7 +154,7 @@ class TrainConfig:
     recompute_layers: int | None = setting(None, "full: number of blocks, from the first on; null: all", at_least=1)
     recompute_modules: list[str] = setting(["attention"], "selective: outputs", choices="attention|norm|activation|moe")
     compile: bool = setting(None, "torch.compile of each block and of the loss; null: on for CUDA, off for CPU")
-    cuda_graph: bool = setting(None, "CUDA, one process: one call starts a microbatch's kernels; null: of small ones")
+    cuda_graph: bool = setting(None, "CUDA, one process: one call starts a microbatch's kernels; null: if it pays")
     attention: str = setting("auto", "auto: cuDNN or flash, for documents flex", choices="auto|cudnn|flash|flex|fa4")
     deterministic: bool = setting(False, "CUDA: additions in one order, so that runs repeat bit for bit")
     fp8: str | None = setting(None, "precision=bf16: inner blocks multiply fp8 numbers", choices="tensorwise|rowwise")
