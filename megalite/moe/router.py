@@ -39,7 +39,7 @@ class Router(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """[t, h] -> [t, E]"""
-        return wide_product(x, self.weight, compiled=self.compiled)
+        return wide_product(x, self.weight, by_terms=self.compiled)
 
     def choose(self, logits: Tensor) -> Choice:
         """The experts of each token and their weights, both the largest score first."""
