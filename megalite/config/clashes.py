@@ -30,6 +30,8 @@ CLASHES: list[tuple[str, Values, str, Values, str]] = [
     ("async_tp", {True}, "compile parallel.schedule", {False}, "is the compiler's, and has no effect with {1} and {2}"),
     ("async_tp", {True}, "device", {"cpu"}, NO_EFFECT),
     ("async_tp", {True}, "fp8", bool, "joins a product with what {1} rounds before"),
+    ("spike_window", lambda steps: steps != SETTINGS["train.spike_window"].default, "skip_spikes", {None}, NO_EFFECT),
+    ("rollback_after", bool, "checkpoint.interval", {0}, "with {1} there is no checkpoint to go back to"),
     ("expert_bias_rate", bool, "score", {"softmax"}, "with {1} a bias moves the scores of all experts"),
     ("cuda_graph", {True}, "device", {"cpu"}, NO_EFFECT),
     ("fp8", bool, "precision", NOT_BF16, "fp8 stands in for products of bf16 numbers, not with {1}"),

@@ -158,7 +158,14 @@ class TrainConfig:
     attention: str = setting("auto", "auto: cuDNN or flash, for documents flex", choices="auto|cudnn|flash|flex|fa4")
     deterministic: bool = setting(False, "CUDA: additions in one order, so that runs repeat bit for bit")
     fp8: str | None = setting(None, "precision=bf16: inner blocks multiply fp8 numbers", choices="tensorwise|rowwise")
-    max_bad_steps: int = setting(10, "stop after this many in a row without a finite loss or gradient", at_least=1)
+    max_bad_steps: int = setting(10, "stop after this many steps in a row that were not applied", at_least=1)
+    skip_spikes: float | None = setting(
+        None, "do not apply a step with a loss or gradient norm this many sigmas above the mean; null: all", above=0
+    )
+    spike_window: int = setting(128, "newest applied steps, for that mean and sigma", at_least=4, at_most=10_000)
+    rollback_after: int | None = setting(
+        None, "go back to a good checkpoint after this many that were not applied; null: max_bad_steps", at_least=1
+    )
     check_replicas_every: int = setting(100, "steps between checks that replicas are equal; 0: none", at_least=0)
     record_pipeline: int = setting(0, "steps between recordings of the pipeline's times; 0: none", at_least=0)
     sample_interval: int = setting(0, "steps between samples of text; 0: only when training is done", at_least=0)

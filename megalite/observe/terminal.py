@@ -23,7 +23,10 @@ from megalite.train.history import ENDS
 
 NAMES_EVERY = 20  # lines between two lines of column names
 PREPARING_S = 10  # seconds between two lines about the preparation of data
-NOTED = ("skipped", "skipped_on_request", "empty", "straggler", "profile", "checkpoint_failed", "settings_changed")
+NOTED = (
+    *("skipped", "spike", "rolled_back", "skipped_on_request", "empty", "straggler", "profile"),
+    *("checkpoint_failed", "settings_changed"),
+)
 COLUMNS: tuple[tuple[str, str, int, Callable[[float], str]], ...] = (  # of a step: record's name, title, width, text
     ("loss", "loss", 8, readable.loss),
     ("lr", "lr", 8, "{:.2e}".format),
@@ -146,7 +149,7 @@ def what_was_learned(run: RunData, seconds: float) -> list[tuple[str, str]]:
         best = f"best {readable.loss(run.best[0])} at step {run.best[1]}"
         rows.append(("validation loss", f"{first_validation} -> {measures(run.evaluation)}, {best}"))
     if bad := last.get("bad_steps"):
-        rows.append(("bad steps", f"{bad}, not applied: loss or gradient was not finite"))
+        rows.append(("bad steps", f"{bad}, not applied: loss or gradient was not finite or a spike"))
     return rows
 
 

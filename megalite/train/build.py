@@ -42,6 +42,7 @@ from megalite.optim.buffers import TrainingBuffers, dtype_of
 from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.optim.rank_buffers import rank_buffers, records_of
+from megalite.optim.spikes import SpikeWindow
 from megalite.optim.zero import GradientSync, ParameterGather, ReplicaGroups
 from megalite.pipeline.actions import Direction
 from megalite.pipeline.executor import Executor
@@ -75,6 +76,7 @@ class Training:
     sync: GradientSync
     gather: ParameterGather
     loss_scale: LossScale | None  # in fp16
+    spikes: SpikeWindow | None  # with train.skip_spikes
     clock: StepClock
 
     @contextmanager
@@ -166,8 +168,9 @@ def build_training(
         say=say,
     )
     scale = LossScale(settings, context.device) if context.dtype == torch.float16 else None
+    spikes = SpikeWindow(config.train, context.device) if config.train.skip_spikes else None
     optimizer = make_optimizer(buffers, config, context)
-    return Training(chunks, executor, buffers, optimizer, replicas, sync, gather, scale, clock)
+    return Training(chunks, executor, buffers, optimizer, replicas, sync, gather, scale, spikes, clock)
 
 
 def build_chunks(config: Config, context: ParallelContext, waiting: Waiting) -> list[GPT]:

@@ -11,6 +11,8 @@ The kinds, and what else they tell:
 
     start, resume                how and where the run was started: command, versions, layout, hosts
     skipped                      a step whose loss or gradient was not finite
+    spike                        a step that train.skip_spikes did not apply
+    rolled_back                  checkpoint: its step; message: which steps and samples are passed over
     skipped_on_request           a step of train.skip_steps
     empty                        a step of whose batch no token enters the loss
     checkpoint                   bytes, seconds, and stall_s of them without training

@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, Literal
 
@@ -41,14 +41,15 @@ from megalite.train.build import MICRO, Training, data_share
 from megalite.train.evaluate import evaluate, sample
 from megalite.train.history import PIPELINE, Record, RunLog, StatusFile, StepPart
 from megalite.train.metrics import Meter
-from megalite.train.saving import Progress, Saver, TrainingStoppedError, check_replicas
+from megalite.train.saving import Progress, Saver, TrainingStoppedError, check_replicas, roll_back
 from megalite.train.step import PendingMetrics, TrainStep
 
 # The host runs ahead of an accelerator, whose metrics are read one step late. A CPU's are there at once.
 LATENESS = {"cpu": 0, "cuda": 1}
 PROFILES, ROWS = "profile", 30  # the folder in a run's, and rows of its tables
-Phase = Literal["start-up", "training", "in a save"]  # of a rank
-PATIENCE: dict[Phase, float] = {"start-up": inf, "in a save": SAVES}  # times the time-out; tokens may take a day
+Phase = Literal["start-up", "training", "in a save", "in a rollback"]  # of a rank
+# Times the time-out: tokens may take a day.
+PATIENCE: dict[Phase, float] = {"start-up": inf, "in a save": SAVES, "in a rollback": SAVES}
 BROKEN_OFF = "asked to stop: the {} after step {} is broken off, nothing of it is recorded"
 
 
@@ -179,6 +180,11 @@ def take_steps(job: Job, train_step: TrainStep) -> None:
                     job.training.executor.profiled = profiles
                     launched.append((data, launch(job, train_step, data, coming)))
                     read(keep=0 if due or profiles else LATENESS[device.type])
+                if strays(job):
+                    read(keep=0)  # a step that was launched since may be applied: then the run has recovered
+                if strays(job):
+                    roll_back(job)
+                    due += [] if saver.save in due else [saver.save]  # the newest state is a good one again
                 for hook in due:
                     hook(step)
                 saver.report()
@@ -194,6 +200,12 @@ def take_steps(job: Job, train_step: TrainStep) -> None:
         raise
     job.training.gather.finish()
     saver.save_last()
+
+
+def strays(job: Job) -> bool:
+    """Whether so many steps in a row were not applied that the run goes back to a checkpoint."""
+    most = job.config.train.rollback_after
+    return most is not None and job.progress.bad_steps_in_a_row >= most
 
 
 def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatches | None) -> PendingMetrics | None:
@@ -238,18 +250,21 @@ def account(job: Job, data: StepBatches, pending: PendingMetrics | None) -> None
     else:
         job.meter.add(metrics, data)
         if metrics.skipped:
+            spike = isfinite(metrics.loss) and isfinite(metrics.grad_norm)
             scale, progress.bad_steps = metrics.loss_scale, progress.bad_steps + 1
-            progress.bad_steps_in_a_row += scale is None or scale <= job.config.optimizer.min_loss_scale
-            job.log.event("skipped", step, loss=metrics.loss, grad_norm=metrics.grad_norm, loss_scale=scale)
+            progress.bad_steps_in_a_row += spike or scale is None or scale <= job.config.optimizer.min_loss_scale
+            kind = "spike" if spike else "skipped"
+            job.log.event(kind, step, loss=metrics.loss, grad_norm=metrics.grad_norm, loss_scale=scale)
         else:
             progress.bad_steps_in_a_row, progress.last_applied = 0, step
             progress.tokens += metrics.batch_tokens
     is_due = step % train.log_interval == 0 or step == train.steps
     if is_due and (line := job.meter.line(tokens=progress.tokens, bad_steps=progress.bad_steps)) is not None:
         job.log.add(line)
-    if metrics is not None and (bad := progress.bad_steps_in_a_row) >= train.max_bad_steps:
+    bad, patience = progress.bad_steps_in_a_row, inf if train.rollback_after else train.max_bad_steps
+    if metrics is not None and bad >= patience:
         raise TrainingStoppedError(
-            f"loss or gradient was not finite in {several(bad, 'step')} in a row (now step {step}: loss "
+            f"loss or gradient was not finite, or a spike, in {several(bad, 'step')} in a row (now step {step}: loss "
             f"{metrics.loss}, gradient norm {metrics.grad_norm}); none of them was applied. {job.saver.advise()}; "
             "train.max_bad_steps sets the patience."
         )

@@ -42,7 +42,7 @@ class StepMetrics:
     loss: float
     grad_norm: float
     batch_tokens: int  # unmasked tokens of the global batch
-    skipped: bool  # nothing was updated: loss or gradient was not finite, there was no token, or input was refused
+    skipped: bool  # nothing was updated: loss or gradient not finite or a spike, no token, or input was refused
     stop: bool  # some rank was asked to stop
     refused: bool  # some rank's input was refused, it computed with nothing
     lr: float

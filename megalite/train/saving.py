@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalite.checkpoint.commit import STATE, committed
+from megalite.checkpoint.commit import STATE, committed, step_name
 from megalite.checkpoint.manifest import Piece, boxes
-from megalite.checkpoint.reading import Found
+from megalite.checkpoint.reading import Found, inspect
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.checkpoint.store import BackgroundSaves, CheckpointError, Saved, save
 from megalite.config.files import as_record
 from megalite.config.settings import as_plain
-from megalite.errors.problems import Problem, UserError
+from megalite.errors.problems import Problem, UserError, several
 from megalite.launch.context import ParallelContext, rank0_broadcast
 from megalite.layout.buffer_layout import Kind, OwnedRange, slice_ranges
 from megalite.layout.parameters import is_replicated
@@ -60,6 +60,7 @@ class Progress:
     empty_steps: int = 0  # steps without an unmasked token, which are not applied either
     bad_steps_in_a_row: int = 0  # but for those of fp16 that look for a loss scale
     last_applied: int = 0  # the newest step that changed weights; those before it have led to a finite loss
+    rolled_back: int = 0  # the step after which the run went back to a checkpoint (train.rollback_after), the newest
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class SavedState:
     data: dict[str, str]  # that the run was trained on: its fingerprint and description
     config: dict[str, Any]
     loss_scale: list[float] | None = None
+    spikes: list[list[float]] = field(default_factory=list)  # SpikeWindow.known
     tokenizer: dict[str, str] = field(default_factory=dict)  # hash of each file of its folder
     record: dict[str, Any] = field(default_factory=dict)  # seals of the files of the record, as they were then
     layout: dict[str, int] = field(default_factory=dict)
@@ -86,11 +88,7 @@ def restore(job: "Job", found: Found) -> None:
         rule = f"it is of run {origin}, and the folder is that of run {job.folder.run_id}"
         remedy = "take it out of this folder; to continue its run, copy the whole run folder and set run_dir to it"
         raise UserError(Problem(str(found.path), "of another run", rule, remedy))
-    state, training = SavedState.of(found), job.training
-    found.read_into(training_pieces(training), unread=lambda name: name.startswith(f"{ROUNDED}."))
-    training.cast_and_gather_params()
-    if training.loss_scale is not None and state.loss_scale is not None:  # not if it was no fp16 run
-        training.loss_scale.state.copy_(torch.tensor(state.loss_scale))
+    state = read_state(job, found)
     job.resumed_from, job.progress, job.tokenizer_files = found.manifest.step, state.progress, state.tokenizer
     job.seals = state.record
     before, now, consumed = state.config["train"]["seq_length"], job.config.train.seq_length, state.progress.samples
@@ -99,6 +97,43 @@ def restore(job: "Job", found: Found) -> None:
         over = job.progress.samples * now - consumed * before
         words = f"{consumed * before:,} tokens of its order; {over:,} are passed over"
         job.log.note(f"the data goes on behind the first {words}")
+
+
+def read_state(job: "Job", found: Found) -> SavedState:
+    """All that training has changed becomes what a checkpoint holds, but for the job's progress; collective."""
+    state, training = SavedState.of(found), job.training
+    found.read_into(training_pieces(training), unread=lambda name: name.startswith(f"{ROUNDED}."))
+    training.cast_and_gather_params()
+    if training.loss_scale is not None and state.loss_scale is not None:  # not if it was no fp16 run
+        training.loss_scale.state.copy_(torch.tensor(state.loss_scale))
+    if training.spikes is not None:
+        same = state.config["train"]["seq_length"] == job.config.train.seq_length  # else its losses say nothing
+        training.spikes.fill(state.spikes if same else [])
+    return state
+
+
+def roll_back(job: "Job") -> None:
+    """The run goes on from the newest good checkpoint, with the samples after the newest step; collective. Raises
+    TrainingStoppedError where there is none since it went back the last time: these weights would fail again."""
+    now, context, folder = job.progress, job.context, job.folder.checkpoints
+    job.saver.wait()
+    job.phase = "in a rollback"
+    job.training.gather.finish()
+    steps = rank0_broadcast(context, lambda: [step for step, _ in committed(folder)])
+    good = (folder / step_name(step) for step in steps if now.rolled_back < step < now.last_applied)
+    found = next((it for it in (inspect(path, context) for path in good) if isinstance(it, Found)), None)
+    bad = f"{several(now.bad_steps_in_a_row, 'step')} in a row until step {now.step} were not applied"
+    if found is None:
+        since = f"since step {now.rolled_back}, where the run went back," if now.rolled_back else "so far"
+        words = f"{bad}, and no good checkpoint was written {since} to go back to (train.rollback_after)"
+        raise TrainingStoppedError(f"{words}. {advice(job.folder, context, now.last_applied)}.")
+    state, back = read_state(job, found), found.manifest.step
+    first = state.progress.samples * state.config["train"]["seq_length"] // job.config.train.seq_length
+    over = f"steps {back + 1} to {now.step}, samples {first:,} to {now.samples - 1:,}, are passed over"
+    words = f"{bad}; from the state of step {back} on, {over}"
+    job.log.event("rolled_back", now.step, checkpoint=back, message=words)
+    went_back = {"rolled_back": now.step, "last_applied": back + 1, "bad_steps_in_a_row": 0}
+    job.progress, job.phase = replace(now, tokens=state.progress.tokens, **went_back), "training"
 
 
 def training_pieces(training: Training) -> list[Piece]:
@@ -162,12 +197,14 @@ class Saver:
         self._tried_step, job.phase = step, "in a save"
         folder, applied, keep = job.folder, job.progress.last_applied, job.config.checkpoint.keep
         scale, layout, pieces = job.training.loss_scale, job.context.layout, training_pieces(job.training)
+        spikes = job.training.spikes
         plain = asdict(  # of this very step, whenever it is written
             SavedState(
                 job.progress,
                 {"fingerprint": job.data.fingerprint, "description": job.data.description},
                 as_plain(job.config),
                 loss_scale=None if scale is None else scale.state.tolist(),
+                spikes=[] if spikes is None else spikes.known(),
                 tokenizer=job.tokenizer_files,
                 record=next(self._seals) if job.context.rank == 0 else {},
                 layout={axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "world_size")},
@@ -270,9 +307,12 @@ def check_replicas(training: Training, context: ParallelContext, step: int) -> N
 def _replicas(training: Training, context: ParallelContext) -> Iterator[tuple[list[Tensor], dist.ProcessGroup | None]]:
     """Tensors that all ranks of a group hold alike, by group. Data-parallel ranks share parameters, and those of
     different optimizer replicas also masters and state; tensor-parallel ranks what is not split, and some of them
-    key-value heads; the ends of a pipeline a tied embedding; the ranks of a layer what balances its experts."""
+    key-value heads; the ends of a pipeline a tied embedding; the ranks of a layer what balances its experts; all ranks
+    the window of spikes."""
     buffers = training.buffers
     training.gather.finish()
+    if training.spikes is not None:
+        yield [training.spikes.values], context.group("world")
     slices = [buffers.masters, *slices_of(training.optimizer.state()).values()]
     axes_of: dict[Kind, str] = {"dense": "dp-cp", "expert": "edp"}
     for kind, axes in axes_of.items():

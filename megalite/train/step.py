@@ -2,8 +2,9 @@
 
 The loss that is optimised is the loss that is reported: the sum of token losses over the global batch divided by its
 number of unmasked tokens, which is known before the first backward. Router losses alone are optimised beside it, and
-reported separately. A step whose loss or gradient is not finite changes no parameter, moment or router. A step without
-an unmasked token does not either: its gradients are zero, but weight decay and moments would act all the same.
+reported separately. A step whose loss or gradient is not finite, or a spike (train.skip_spikes), changes no parameter,
+moment or router. A step without an unmasked token does not either: its gradients are zero, but weight decay and moments
+would act all the same.
 """
 
 from collections.abc import Callable, Sequence
@@ -132,6 +133,8 @@ class TrainStep:
         # What keeps the step from being applied, and what clipping divides the gradient by.
         overflow = ~(torch.isfinite(norm) & torch.isfinite(loss))
         skipped = overflow | (refusing > 0) | (tokens == 0)
+        if training.spikes is not None:
+            skipped = training.spikes.skips(loss, norm, skipped)
         divisor = loss_scale.double()
         if self._clip_grad > 0:
             divisor = divisor * ((norm + CLIP_EPSILON) / self._clip_grad).clamp(min=1)

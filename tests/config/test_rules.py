@@ -146,6 +146,11 @@ BROKEN = [
     ("skip_steps=[3,11,12] steps=10", 1, "skip_steps", "must be from 1 to train.steps=10, and [11, 12]"),
     ("skip_steps=[0,3]", 1, "skip_steps", "1 to train.steps=200, and [0] are not"),
     ("profile_steps=[201]", 1, "profile_steps", "[201] are not"),
+    ("spike_window=64", 1, "spike_window", "no effect with train.skip_spikes=null"),
+    ("skip_spikes=6 spike_window=3", 1, "spike_window", "at least 4"),
+    ("skip_spikes=0", 1, "skip_spikes", "above 0"),
+    ("rollback_after=3 checkpoint.interval=0", 1, "rollback_after", "no checkpoint to go back to"),
+    ("rollback_after=0", 1, "rollback_after", "at least 1"),
     ("profile_steps=[3,4] skip_steps=[4]", 1, "profile_steps", "train.skip_steps=[4] passes over"),
     # optimizer
     ("zero=0 instances=2", 2, "instances", "no effect"),
