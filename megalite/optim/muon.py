@@ -26,6 +26,7 @@ from megalite.layout.buffer_layout import Kind
 from megalite.layout.parameters import Shard, ShardBox, shard_of
 from megalite.optim.adamw import FlatAdamW
 from megalite.optim.buffers import TrainingBuffers, dtype_of
+from megalite.optim.groups import UpdateRule
 from megalite.optim.newton_schulz import orthogonalised, polynomials
 from megalite.optim.rank_buffers import KINDS
 from megalite.tensor_parallel.collectives import TensorGroup, finish, start_all_gather, start_all_to_all
@@ -51,6 +52,7 @@ class Block:
     shape: tuple[int, ...]
     shards: tuple[Shard, ...]
     heads: bool
+    rule: UpdateRule
 
     @property
     def cost(self) -> int:
@@ -142,21 +144,27 @@ class Muon:
 
     rounds = False
 
-    def __init__(self, buffers: TrainingBuffers, config: Config, context: ParallelContext, rest: FlatAdamW) -> None:
+    def __init__(
+        self,
+        buffers: TrainingBuffers,
+        config: Config,
+        context: ParallelContext,
+        rest: FlatAdamW,
+        rules: Mapping[str, UpdateRule],
+    ) -> None:
         muon, buckets = config.optimizer.muon, buffers.layout.buckets
         sizes = [len(own) if bucket.whole else 0 for own, bucket in zip(buffers.masters, buckets, strict=True)]
         self.momentum = list(torch.zeros(sum(sizes), dtype=buffers.master_dtype, device=buffers.device).split(sizes))
         self.before_change: Callable[[], None] = lambda: None
         self._rest, self._settings, self._table = rest, muon, polynomials(muon.coefficients, muon.steps)
-        self._relative_rate = 1.0 if muon.lr is None else muon.lr / config.optimizer.lr
-        self._decay = config.optimizer.weight_decay if muon.weight_decay is None else muon.weight_decay
         dtype = muon.dtype or ("bf16" if buffers.device.type == "cuda" else "fp32")
         self._master_dtype, self._dtype = buffers.master_dtype, dtype_of(dtype, buffers.master_dtype)
-        self._parts = list[tuple[Kind, Homes, list[Block]]]()
+        self._parts = list[tuple[Kind, Homes, list[Block], Tensor]]()
         for kind in KINDS:
             homes = Homes.of(context, kind)
-            blocks = list(blocks_of(buffers, self.momentum, kind, len(homes.places)))
-            self._parts += [(kind, homes, blocks)] if blocks else []
+            blocks = list(blocks_of(buffers, self.momentum, kind, len(homes.places), rules))
+            factors = torch.tensor([one.rule.factor for one in blocks], dtype=torch.float64, device=buffers.device)
+            self._parts += [(kind, homes, blocks, factors)] if blocks else []
 
     def state(self) -> Mapping[str, list[Tensor] | Tensor]:
         return {"momentum": self.momentum, **self._rest.state()}
@@ -165,18 +173,17 @@ class Muon:
     def step(self, lr: Tensor, *, divisor: Tensor, skip: Tensor) -> None:
         self.before_change()
         self._rest.step(lr, divisor=divisor, skip=skip)
-        rate = (lr * self._relative_rate).to(self._master_dtype)
-        for kind, homes, blocks in self._parts:
+        for kind, homes, blocks, factors in self._parts:
             moves = (skip == 0).expand(len(blocks))
             if kind == "expert":
                 moves = moves & homes.any(torch.stack([block.gradient.any() for block in blocks]))
-            rates = (rate * moves).unbind()
+            rates = ((lr * factors).to(self._master_dtype) * moves).unbind()
             directions = [
                 self._direction(block, divisor, one) for block, one in zip(blocks, moves.unbind(), strict=True)
             ]
             updates = homes.at_home(blocks, directions, self._orthogonalised)
             for block, update, one in zip(blocks, updates, rates, strict=True):
-                kept = 1.0 - one * self._decay
+                kept = 1.0 - one * block.rule.decay
                 block.master.mul_(kept).sub_(update.to(self._master_dtype) * one)
 
     def _direction(self, block: Block, divisor: Tensor, moves: Tensor) -> Tensor:
@@ -201,7 +208,9 @@ class Muon:
         return torch.cat([part.unflatten(0, (block.shape[0], -1, block.shape[2])) for part in found], dim=1)
 
 
-def blocks_of(buffers: TrainingBuffers, momentum: Sequence[Tensor], kind: Kind, ranks: int) -> Iterator[Block]:
+def blocks_of(
+    buffers: TrainingBuffers, momentum: Sequence[Tensor], kind: Kind, ranks: int, rules: Mapping[str, UpdateRule]
+) -> Iterator[Block]:
     """The blocks that this rank owns, in one order on all `ranks` that hold parts of them."""
     lists = zip(buffers.layout.buckets, buffers.masters, buffers.gradients, momentum, strict=True)
     for bucket, master, gradient, kept in (each for each in lists if each[0].whole and each[0].kind == kind):
@@ -215,4 +224,4 @@ def blocks_of(buffers: TrainingBuffers, momentum: Sequence[Tensor], kind: Kind, 
             for start in range(slot.start - first, slot.stop - first, size):
                 if 0 <= start < bucket.slice_size:
                     own = slice(start, start + size)
-                    yield Block(master[own], gradient[own], kept[own], shape, shards, record.heads)
+                    yield Block(master[own], gradient[own], kept[own], shape, shards, record.heads, rules[record.name])
