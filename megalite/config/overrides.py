@@ -211,7 +211,7 @@ def _single(kind: Any, value: Any) -> Any:
     others: dict[Any, tuple[type, ...]] = {bool: (object,), int: (bool, float), float: (bool,)}
     if typing.get_origin(kind) is dict and isinstance(value, dict):
         return {key: float(one) if type(one) is int else one for key, one in value.items()}
-    if value is None or isinstance(value, (list, dict, *others.get(kind, ()))):
+    if value is None or isinstance(value, (list, dict, *others.get(kind, ()))) or typing.get_origin(kind):
         raise ValueError(value)
     return value if kind is Any else kind(value)
 

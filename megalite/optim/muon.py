@@ -26,7 +26,7 @@ from megalite.layout.buffer_layout import Kind
 from megalite.layout.parameters import Shard, ShardBox, shard_of
 from megalite.optim.adamw import FlatAdamW
 from megalite.optim.buffers import TrainingBuffers, dtype_of
-from megalite.optim.groups import UpdateRule
+from megalite.optim.groups import update_rules
 from megalite.optim.newton_schulz import orthogonalised, polynomials
 from megalite.optim.rank_buffers import KINDS
 from megalite.tensor_parallel.collectives import TensorGroup, finish, start_all_gather, start_all_to_all
@@ -52,7 +52,7 @@ class Block:
     shape: tuple[int, ...]
     shards: tuple[Shard, ...]
     heads: bool
-    rule: UpdateRule
+    name: str
 
     @property
     def cost(self) -> int:
@@ -144,14 +144,7 @@ class Muon:
 
     rounds = False
 
-    def __init__(
-        self,
-        buffers: TrainingBuffers,
-        config: Config,
-        context: ParallelContext,
-        rest: FlatAdamW,
-        rules: Mapping[str, UpdateRule],
-    ) -> None:
+    def __init__(self, buffers: TrainingBuffers, config: Config, context: ParallelContext, rest: FlatAdamW) -> None:
         muon, buckets = config.optimizer.muon, buffers.layout.buckets
         sizes = [len(own) if bucket.whole else 0 for own, bucket in zip(buffers.masters, buckets, strict=True)]
         self.momentum = list(torch.zeros(sum(sizes), dtype=buffers.master_dtype, device=buffers.device).split(sizes))
@@ -159,12 +152,17 @@ class Muon:
         self._rest, self._settings, self._table = rest, muon, polynomials(muon.coefficients, muon.steps)
         dtype = muon.dtype or ("bf16" if buffers.device.type == "cuda" else "fp32")
         self._master_dtype, self._dtype = buffers.master_dtype, dtype_of(dtype, buffers.master_dtype)
+        self._rules = update_rules((slot.record for slot, _ in buffers.places.values()), config.optimizer)
         self._parts = list[tuple[Kind, Homes, list[Block], Tensor]]()
         for kind in KINDS:
             homes = Homes.of(context, kind)
-            blocks = list(blocks_of(buffers, self.momentum, kind, len(homes.places), rules))
-            factors = torch.tensor([one.rule.factor for one in blocks], dtype=torch.float64, device=buffers.device)
-            self._parts += [(kind, homes, blocks, factors)] if blocks else []
+            blocks = list(blocks_of(buffers, self.momentum, kind, len(homes.places)))
+            factors = [self._rules[block.name].factor for block in blocks]
+            self._parts += (
+                [(kind, homes, blocks, torch.tensor(factors, dtype=torch.float64, device=buffers.device))]
+                if blocks
+                else []
+            )
 
     def state(self) -> Mapping[str, list[Tensor] | Tensor]:
         return {"momentum": self.momentum, **self._rest.state()}
@@ -183,7 +181,7 @@ class Muon:
             ]
             updates = homes.at_home(blocks, directions, self._orthogonalised)
             for block, update, one in zip(blocks, updates, rates, strict=True):
-                kept = 1.0 - one * block.rule.decay
+                kept = 1.0 - one * self._rules[block.name].decay
                 block.master.mul_(kept).sub_(update.to(self._master_dtype) * one)
 
     def _direction(self, block: Block, divisor: Tensor, moves: Tensor) -> Tensor:
@@ -208,9 +206,7 @@ class Muon:
         return torch.cat([part.unflatten(0, (block.shape[0], -1, block.shape[2])) for part in found], dim=1)
 
 
-def blocks_of(
-    buffers: TrainingBuffers, momentum: Sequence[Tensor], kind: Kind, ranks: int, rules: Mapping[str, UpdateRule]
-) -> Iterator[Block]:
+def blocks_of(buffers: TrainingBuffers, momentum: Sequence[Tensor], kind: Kind, ranks: int) -> Iterator[Block]:
     """The blocks that this rank owns, in one order on all `ranks` that hold parts of them."""
     lists = zip(buffers.layout.buckets, buffers.masters, buffers.gradients, momentum, strict=True)
     for bucket, master, gradient, kept in (each for each in lists if each[0].whole and each[0].kind == kind):
@@ -224,4 +220,4 @@ def blocks_of(
             for start in range(slot.start - first, slot.stop - first, size):
                 if 0 <= start < bucket.slice_size:
                     own = slice(start, start + size)
-                    yield Block(master[own], gradient[own], kept[own], shape, shards, record.heads, rules[record.name])
+                    yield Block(master[own], gradient[own], kept[own], shape, shards, record.heads, record.name)

@@ -83,7 +83,7 @@ def shrink(config: Config, world_size: int) -> tuple[Config, ParallelLayout, Con
     values |= _stages(config, run) | _model(config, asked, run) | _batches(config, asked, run)
     shrunk = derive(with_values(Config(), values), run.world_size)
     pairs = zip(config.optimizer.groups, parameters_of_groups(shrunk), strict=True)
-    matching = [group for group, (_, records) in pairs if records]
+    matching = [group for group, records in pairs if records]
     small = with_values(Config(), values | {"optimizer.groups": matching})  # others are of layers that are left out
     problems = check(small, run.world_size)
     assert not problems, problems

@@ -92,9 +92,8 @@ def test_a_group_has_a_rate_and_a_decay_of_its_own(optimizer: str) -> None:
 
 
 def test_the_first_pattern_that_fits_has_a_parameter() -> None:
-    found = {
-        group.match: {record.name for record in records} for group, records in parameters_of_groups(configured("adamw"))
-    }
+    pairs = zip(GROUPS, parameters_of_groups(configured("adamw")), strict=True)
+    found = {group["match"]: {record.name for record in records} for group, records in pairs}
     assert found["blocks.0.attention.*"] == {f"blocks.0.attention.{of}.weight" for of in ("qkv", "out")}
     assert found["blocks.?.*norm.weight"] == {
         f"blocks.{at}.{of}_norm.weight" for at in (0, 1) for of in ("attention", "mlp")
