@@ -133,8 +133,34 @@ def test_a_steady_step_waits_for_nothing_and_adds_weight_gradients_in_fp32(
 
 def test_elementwise_passes_of_a_block_move_what_they_must() -> None:
     """GPT-2 of 124M, 32 x 1,024 tokens: GB that inductor counts for each kernel that it writes, by their launches."""
+    assert 2.5 < sum(passes_of(BLOCK)[0]) < 2.555, "what it was when this was written"
+
+
+@pytest.mark.parametrize(
+    ("settings", "kernels", "gigabytes"),
+    [
+        ('"train.fp8=tensorwise"', 73, 5.9),
+        ('"train.fp8=rowwise"', 37, 4.72),
+        ('"train.fp8=tensorwise", "train.fp8_weight_gradients=true"', 77, 6.83),
+        ('"train.fp8=rowwise", "train.fp8_weight_gradients=true"', 58, 5.49),
+    ],
+)
+def test_fp8_adds_few_passes_to_a_block(settings: str, kernels: int, gigabytes: float) -> None:
+    """An inner block of 1.3B, 8 x 2,048 tokens; transpositions for weight gradients are apart, in two factors each."""
+    block = BLOCK.replace("gpt2", "1.3b").replace("config(32", "config(8").replace("32, 1024", "8, 2048")
+    block = block.replace('"model.num_layers=1"', f'"model.num_layers=3", {settings}').replace("(1024", "(2048")
+    block = block.replace("tokens =", 'del model.blocks["0"], model.blocks["2"]\ntokens =')
+    moved, written = passes_of(block)
+    assert len(moved) <= kernels
+    assert gigabytes - 0.06 < sum(moved) <= gigabytes, "what it was when this was written"
+    transposed = written.count("= torch.ops.megalite.transposed.default(b")
+    assert transposed == (8 if "weight" in settings else 0)
+
+
+def passes_of(block: str) -> tuple[list[float], str]:
+    """GB of each launch of a kernel that inductor writes, and its code."""
     variables = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCH_LOGS": "output_code"}
-    written = run(["python", "-c", BLOCK], variables | {"TORCHINDUCTOR_BENCHMARK_KERNEL": "1"})
+    written = run(["python", "-c", block], variables | {"TORCHINDUCTOR_BENCHMARK_KERNEL": "1"})
     size, moved, name = dict[str, float](), list[float](), ""
     for line in written.splitlines():
         if match := re.search(r"(triton_\w+) = async_compile", line):  # of backward they may have names of forward's
@@ -143,7 +169,7 @@ def test_elementwise_passes_of_a_block_move_what_they_must() -> None:
             size[name] = float(match[1])
         elif match := re.search(r"(triton_\w+)\.run\([^*].*stream0\)", line):
             moved.append(size[match[1]])
-    assert 2.5 < sum(moved) < 2.555, "what it was when this was written"
+    return moved, written
 
 
 def test_attention_fa4_calls_the_kernels_of_flash_attn_4(tmp_path: Path) -> None:

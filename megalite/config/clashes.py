@@ -36,6 +36,7 @@ CLASHES: list[tuple[str, Values, str, Values, str]] = [
     ("cuda_graph", {True}, "cross_document_attention", {False}, "cannot repeat what the host decides with {1}"),
     ("cuda_graph", {True}, "model.dropout attention_dropout embedding_dropout", bool, "cannot repeat dropout ({1})"),
     ("fp8", bool, "precision", NOT_BF16, "fp8 stands in for products of bf16 numbers, not with {1}"),
+    ("fp8_weight_gradients", {True}, "train.fp8", {None}, NO_EFFECT),
     ("gradient_dtype", {"bf16"}, "precision", NOT_BF16, "does not go with {1}"),
     ("communication_dtype", {"bf16"}, "precision", {"fp64"}, "does not go with {1}"),
     ("moment_dtype", {"bf16"}, "precision", {"fp64"}, "does not go with {1}"),

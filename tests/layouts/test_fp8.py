@@ -17,8 +17,8 @@ RECIPES = ("tensorwise", "rowwise")
 EXPERTS = {"model": {"moe": {"num_experts": 4, "top_k": 2, "num_shared_experts": 1}}}
 
 
-def fp8(recipe: str | None) -> dict[str, dict[str, Any]]:
-    return {"train": {"fp8": recipe}}
+def fp8(recipe: str | None, *, weights: bool = False) -> dict[str, dict[str, Any]]:
+    return {"train": {"fp8": recipe, "fp8_weight_gradients": weights}}
 
 
 def rows(recipe: str) -> list[Row]:
@@ -30,7 +30,9 @@ def rows(recipe: str) -> list[Row]:
     ]
 
 
+WEIGHTS = fp8("rowwise", weights=True)
 LONG_ROWS = [
+    row("gpt2", FOUR, WEIGHTS, pp=2, schedule="zb-h1"),
     row("llama", FOUR, {"train": {"fp8": "rowwise", "compile": True}}),
     row("llama", merged(FOUR, EXPERTS), fp8("rowwise"), dp=2, ep=2),
     row("llama", FOUR, fp8("rowwise"), cp=2),
@@ -45,10 +47,11 @@ def test_replicas_and_stages_train_like_one_process(workplace: Workplace, row: R
 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("weights", [False, True])
 def test_tensor_parallel_ranks_train_nearly_like_one_process(
-    workplace: Workplace, recipe: str, sequence_parallel: bool
+    workplace: Workplace, recipe: str, sequence_parallel: bool, weights: bool
 ) -> None:
-    case = row("llama", FOUR, fp8(recipe), tp=2, sequence_parallel=sequence_parallel)
+    case = row("llama", FOUR, fp8(recipe, weights=weights), tp=2, sequence_parallel=sequence_parallel)
     wanted, bf16 = case.reference(workplace), row("llama", FOUR).reference(workplace)
     found = train_row(workplace, case)
     noise = relative(wanted.losses, bf16.losses)
@@ -114,11 +117,12 @@ def _one_infinity(_module: Any, _inputs: Any, output: torch.Tensor) -> None:
     output.register_hook(lambda grad: grad.masked_fill(there, torch.inf))
 
 
+@pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_an_infinity_in_a_middle_block_makes_loss_or_norm_not_finite(recipe: str) -> None:
+def test_an_infinity_in_a_middle_block_makes_loss_or_norm_not_finite(recipe: str, weights: bool) -> None:
     """Which is what a step is judged by."""
     for where in ("weight", "gradient"):
-        model = perturbed(small(num_layers=3), dtype=torch.bfloat16, fp8=recipe)
+        model = perturbed(small(num_layers=3), dtype=torch.bfloat16, fp8=recipe, fp8_weight_gradients=weights)
         down = model.get_submodule("blocks.1.mlp.down")
         if where == "weight":
             with torch.no_grad():
