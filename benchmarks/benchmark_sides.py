@@ -274,7 +274,7 @@ def _take_turns(connection: Connection, name: str, config: Config, threads: int)
     generator = torch.Generator().manual_seed(config.seed)
     tokens = torch.randint(0, config.model.vocab_size or 0, shape, generator=generator).to(context.device)
     step = SIDES[name](config, context, tokens).step
-    repeat = WARM_UP_STEPS
+    repeat = WARM_UP_STEPS + (3 if context.device.type == "cuda" else 0)  # two are timed, one is captured
     while True:
         connection.send(turn_of(step, repeat, context.device))
         repeat = connection.recv()

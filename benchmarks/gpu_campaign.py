@@ -69,7 +69,8 @@ TIMINGS = (
         for recipe in ("tensorwise", "rowwise")
     ),
     *(Timing("megalite", "experts, 4 layers"), Timing("megalite", "124M", ("train.cuda_graph=false",), batch=64)),
-    Timing("megalite", "124M", ("train.cuda_graph=true",)),
+    *(Timing("megalite", shape, ("train.cuda_graph=true",)) for shape in ("124M", "experts, 4 layers")),
+    *(Timing("megalite", "124M", (f"train.cuda_graph={it}", "model.dropout=0.1"), batch=4) for it in ("false", "true")),
     *(Timing("megalite", "7B, 8 layers", microbatches=4), Timing("plain loop", "1.3B")),
 )
 FAST = ("ceilings", *(timing.name for timing in TIMINGS), "kinds of kernels")

@@ -35,6 +35,7 @@ from megalite.train.build import derive_device, open_context
 ROOT = Path(__file__).resolve().parents[1]
 Figures = dict[str, float]
 ROUNDS, STEPS = 5, 10  # of a timing: the middle of so many means of so many steps
+WARM_UP = 5  # steps: two compile, two decide on a CUDA graph, one captures it
 TINY = ("model=tiny", "model.vocab_size=300", "model.num_layers=2", "model.hidden_size=32", "train.seq_length=16")
 LLAMA = ("model=tiny", "model.vocab_size=32000", "model.tie_embeddings=false")
 WIDE = ("model.hidden_size=4096", "model.num_attention_heads=32", "model.ffn_hidden_size=11008")
@@ -155,9 +156,9 @@ def timed(timing: Timing, device: torch.device, *, rounds: int = ROUNDS) -> Figu
     else:
         context = ParallelContext(device=device, dtype=DTYPES[config.precision])
         step = SIDES[timing.side](config, context, _tokens(config, context)).step
-    warm = turn_of(step, 3, device)
+    warm = turn_of(step, WARM_UP, device)
     if not rounds:
-        return {"warm_s": 3 * warm.seconds}
+        return {"warm_s": WARM_UP * warm.seconds}
     turns = sorted(turn_of(step, STEPS if device.type == "cuda" else 1, device) for _ in range(rounds))
     middle = turns[len(turns) // 2]
     tokens = config.train.global_batch_size * config.train.seq_length * timing.microbatches

@@ -152,7 +152,7 @@ class TrainConfig:
     recompute_layers: int | None = setting(None, "full: number of blocks, from the first on; null: all", at_least=1)
     recompute_modules: list[str] = setting(["attention"], "selective: outputs", choices="attention|norm|activation|moe")
     compile: bool = setting(None, "torch.compile of each block and of the loss; null: on for CUDA, off for CPU")
-    cuda_graph: bool = setting(None, "CUDA, one process: one call starts a microbatch's kernels; null: of small ones")
+    cuda_graph: bool = setting(None, "CUDA, one process: one call starts a microbatch's kernels; null: if it pays")
     attention: str = setting("auto", "auto: cuDNN or flash, for documents flex", choices="auto|cudnn|flash|flex|fa4")
     deterministic: bool = setting(False, "CUDA: additions in one order, so that runs repeat bit for bit")
     fp8: str | None = setting(None, "precision=bf16: inner blocks multiply fp8 numbers", choices="tensorwise|rowwise")

@@ -18,8 +18,8 @@ class Batch:
     """One microbatch of `b` sequences, of which a rank has `n` of the `s` tokens (all, without context parallelism).
 
     `documents` numbers the document of each token within its sequence, for attention that stays inside documents; None
-    means that a token attends to every earlier token of its sequence. Row i is sample `first_sample + i` of the run:
-    dropout masks are derived from it. `plan`: which scores this rank computes where the ranks of a ring share them.
+    means that a token attends to every earlier token of its sequence. Dropout masks are derived from `samples`. `plan`:
+    which scores this rank computes where the ranks of a ring share them.
     """
 
     tokens: Tensor  # [b, n], int64
@@ -29,7 +29,7 @@ class Batch:
     places: Tensor  # [n], int64: where in the sequence
     counted: Tensor  # [b], int64: labels of the whole sequence that count in the loss
     documents: Tensor | None  # [b, s], int32: of the whole sequence
-    first_sample: int
+    samples: Tensor  # [b], int64: the number of each sequence in the run
     length: int  # s
     plan: AttentionPlan | None = None
 
@@ -75,8 +75,9 @@ def whole_batch(
     """A microbatch of whole sequences, from tensors [b, s]; `positions` may be one row that is expanded to b."""
     places = torch.arange(tokens.shape[1], device=tokens.device)
     positions = positions if positions.stride(0) else positions[:1]
+    samples = torch.arange(first_sample, first_sample + len(tokens), device=tokens.device)
     counted = loss_mask.sum(1)
-    return Batch(tokens, labels, loss_mask, positions, places, counted, documents, first_sample, tokens.shape[1])
+    return Batch(tokens, labels, loss_mask, positions, places, counted, documents, samples, tokens.shape[1])
 
 
 def unscored(tokens: Tensor) -> Batch:

@@ -132,6 +132,6 @@ def validation_batches(
     for first in range(0, samples, size):
         batches = local_batches(source, config, range(first, first + size), share)
         for at, batch in enumerate(batches):
-            real = torch.arange(len(batch.tokens)) < samples - batch.first_sample
+            real = batch.samples < samples
             batches[at] = batch.with_mask(batch.loss_mask & real.unsqueeze(1)).part(share.sequence).to(device)
         yield batches

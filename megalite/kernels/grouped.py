@@ -100,10 +100,15 @@ def add_grouped_transposed_products(total: Tensor, left: Tensor, right: Tensor, 
         total += wide
 
 
+def is_one_kernel(device: torch.device, dtype: torch.dtype, groups: int, *strides: int) -> bool:
+    """Whether products of rows and matrices with these strides are one kernel, which asks the host for no group."""
+    can = dtype == torch.bfloat16 and groups <= MAX_GROUPS and _has_kernel(device)
+    return can and all(stride * dtype.itemsize % 16 == 0 for stride in strides)
+
+
 def _is_one_kernel(groups: RowGroups, *factors: Tensor) -> bool:
-    if factors[0].dtype != torch.bfloat16 or len(groups.counts) > MAX_GROUPS or not _has_kernel(factors[0].device):
-        return False
-    return all(stride * one.itemsize % 16 == 0 for one in factors for stride in one.stride() if stride != 1)
+    strides = (stride for one in factors for stride in one.stride() if stride != 1)
+    return is_one_kernel(factors[0].device, factors[0].dtype, len(groups.counts), *strides)
 
 
 @cache

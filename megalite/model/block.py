@@ -27,6 +27,7 @@ from megalite.moe.experts import Experts
 from megalite.moe.layer import MoELayer
 from megalite.moe.router import Router
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TpContext
+from megalite.tensor_parallel.linear import activated
 
 
 class Block(nn.Module):
@@ -136,5 +137,5 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]"""
-        out: Tensor = self.down(self.activation(getattr(self, self.inner)(x)))
+        out: Tensor = self.down(activated(self.activation, getattr(self, self.inner)(x)))
         return out

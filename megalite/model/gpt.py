@@ -211,11 +211,10 @@ class GPT(nn.Module):
     def _dropout_keys(self, batch: Batch) -> dict[Stream, DropoutKey]:
         """Dropout keys of this microbatch by stream; streams with probability 0 have none."""
         config, split, arange = self.config, self.place.sequence, partial(torch.arange, device=self.device)
-        samples = batch.first_sample + arange(len(batch.tokens))
         keys: dict[Stream, DropoutKey] = {}
         if self.training and (config.dropout or config.embedding_dropout):
             places = batch.places if split is None else batch.places.chunk(split.size)[split.index]
-            keys = self.dropout_streams.keys(samples, places, config.hidden_size)
+            keys = self.dropout_streams.keys(batch.samples, places, config.hidden_size)
             dropped = {True: config.embedding_dropout, False: config.dropout}
             keys = {stream: key for stream, key in keys.items() if dropped[stream == ("embedding",)]}
         if self.training and config.attention_dropout:
@@ -224,7 +223,7 @@ class GPT(nn.Module):
                 if group is not None:
                     heads = heads[group.index * len(heads) // group.size :][: len(heads) // group.size]
             own = heads.start + arange(len(heads))
-            keys |= self.attention_streams.attention_keys(samples, own, arange(batch.length))
+            keys |= self.attention_streams.attention_keys(batch.samples, own, arange(batch.length))
         return keys
 
     def _run_blocks(self, x: Tensor, batch: Batch, keys: Mapping[Stream, DropoutKey], scale: Tensor | None) -> Tensor:

@@ -91,7 +91,8 @@ def _gathered(x: Tensor, choice: Choice, experts: int, compute: Compute, ranks: 
     rows = Rows.of_choices(order, *choice.experts.shape, complete=group is None, used=used)
     taken = rows.take(x)
     del x  # makes room for what experts compute
-    terms = rows.sum(compute(taken, choice.weights.flatten()[order], groups))
+    weights = choice.weights.flatten().gather(0, order)  # each once: no sort where gradients return
+    terms = rows.sum(compute(taken, weights, groups))
     if group is None:
         return terms
     with ranks.waiting():

@@ -8,7 +8,7 @@ the graph, not its values. A single rank is a pipeline without transfers.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from time import perf_counter
 from typing import Literal
 
@@ -27,6 +27,9 @@ from megalite.tensor_parallel.deferred import Later
 ScheduleOf = Callable[[int], Schedule]  # the schedule of a number of microbatches
 Phase = Literal["forward", "backward", "communication"]  # of a step
 FIRST = 2  # microbatches before a graph's capture: they compile, choose kernels and fill caches, which no capture can
+MEASURED = 2  # microbatches after them by which a graph is chosen: the least time counts, as a host may be held up
+WORTH = 4  # a graph pays up to this many times the host's time: at 3 it saved 1.2 % on an H100 and 1.4 % on an H200
+FORWARD_PART = 4  # a microbatch has at most this many times the launches of its forward pass: 3.6 times in GPT-2
 
 
 class Executor:
@@ -35,7 +38,8 @@ class Executor:
     `groups`: the communicators of all ranks of the pipeline, in their order, for each direction; empty for a `rank`
     alone. `expect_last_gradients` is called before the backward that brings a chunk's last gradients, with a function
     that runs work after the weight gradients that this backward has deferred so far. `switch` is called when another
-    phase of a training step begins. With `graph` a microbatch of a rank alone is one CUDA graph.
+    phase of a training step begins. With `graph` a microbatch of a rank alone is one CUDA graph; None: if the first
+    ones show that it pays, which is then told by `say`.
     """
 
     def __init__(
@@ -47,11 +51,12 @@ class Executor:
         evaluation: ScheduleOf,
         expect_last_gradients: Callable[[int, Later], None],
         switch: Callable[[Phase], object] = lambda phase: None,
-        graph: bool = False,
+        graph: bool | None = False,
+        say: Callable[[str], object] = lambda line: None,
     ) -> None:
         self.chunks, self.rank, self.groups, self.device = chunks, rank, groups, chunks[0].device
         self.expect_last_gradients, self._switch = expect_last_gradients, switch
-        self._graph = MicrobatchGraph(chunks[0]) if graph else None
+        self._graph = None if graph is False else MicrobatchGraph(chunks[0], graph, say)
         self._training, self._evaluation = training, evaluation
         self._plan = cache(lambda schedule_of, microbatches: instructions(schedule_of(microbatches))[rank])
         self._recorded: list[Span] | None = None
@@ -63,7 +68,7 @@ class Executor:
 
     def forward_backward(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
         """Forward and backward of all microbatches. The sum of their losses (`GPT.loss`), 0 where the loss is not."""
-        if self._graph is not None and self._recorded is None:
+        if self._graph is not None and self._graph.wanted is not False and self._recorded is None:
             self._switch("forward")
             self.performed += len(batches)
             return sum((self._graph(batch, scale) for batch in batches), start=torch.zeros_like(scale))
@@ -204,38 +209,72 @@ class MicrobatchGraph:
     All microbatches must have the shape of the first. A graph repeats the launches of its capture, on the same
     addresses and with the same numbers from the host. So what differs between microbatches is copied to tensors of its
     own, and gradients are added to main gradients, which stay in place. Whatever the host decides anew in each
-    microbatch (rows of experts, samples of dropout, exchanges between ranks, masks of documents) cannot be in it:
-    config/rules.py refuses it.
+    microbatch (exchanges between ranks, rows of experts that no kernel reads on the device) cannot be in it: such
+    settings are refused. `wanted` None: two microbatches are timed, and decide.
     """
 
-    def __init__(self, model: GPT) -> None:
-        self._model, self._seen = model, 0
+    def __init__(self, model: GPT, wanted: bool | None, say: Callable[[str], object]) -> None:
+        self._model, self.wanted, self._say = model, wanted, say
+        self._seen, self._times = 0, list[tuple[float, float]]()
+        self._repeat: Callable[[], None] | None = None
 
     def __call__(self, batch: Batch, scale: Tensor) -> Tensor:
         """Adds the microbatch's gradients; its loss, as `GPT.loss` scales it."""
         self._seen += 1
-        if self._seen <= FIRST:
+        if self._seen <= FIRST or self.wanted is False:
             return self._compute(batch, scale)
-        if self._seen == FIRST + 1:
-            self._capture(batch, scale)
+        if self.wanted is None:
+            loss, times = timed(partial(self._model.loss, batch, scale))
+            self._decide(times)
+            return loss
+        if self._repeat is None:
+            self._repeat = self._capture(batch, scale)
         self._batch.fill(batch)
         self._scale.copy_(scale)
         self._repeat()
         return self._loss.clone()
 
-    def _capture(self, batch: Batch, scale: Tensor) -> None:
+    def _decide(self, times: tuple[float, float]) -> None:
+        self._times.append(times)
+        if len(self._times) < MEASURED:
+            return
+        host, device = map(min, zip(*self._times, strict=True))
+        self.wanted = device < WORTH * host
+        words = "one call starts each microbatch from now on" if self.wanted else "kernels are started one by one"
+        took = f"a microbatch takes {device * 1e3:.1f} ms, and the host {host * 1e3:.1f} ms to start it"
+        self._say(f"train.cuda_graph=null: {words}, as {took}")
+
+    def _capture(self, batch: Batch, scale: Tensor) -> Callable[[], None]:
         self._batch, self._scale = batch.map(torch.clone), scale.clone()
         try:
-            self._loss, self._repeat = captured(lambda: self._compute(self._batch, self._scale))
+            self._loss, repeat = captured(lambda: self._compute(self._batch, self._scale))
         except Exception as error:  # whatever a kernel's own compiler raises
             # torch is left on the capture's stream and, up to 2.11, with its memory (pytorch#180395): no way goes on.
             advice = "train.cuda_graph=false starts kernels one by one"
             raise RuntimeError(f"microbatches cannot be a CUDA graph here: {advice}") from error
+        return repeat
 
     def _compute(self, batch: Batch, scale: Tensor) -> Tensor:
         loss = self._model.loss(batch, scale)
         loss.backward()
         return loss.detach()
+
+
+def timed(forward: Callable[[], Tensor]) -> tuple[Tensor, tuple[float, float]]:
+    """The loss of `forward`, whose backward is run, and seconds: how long the host takes to start both, and how long
+    they take from an empty queue on. On CUDA a host that is 1,024 launches ahead waits, as in backward of a deep model,
+    so the host's time is counted by the forward pass where that says less."""
+    torch.cuda.synchronize()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    begin = perf_counter()
+    loss = forward()
+    forward_s = perf_counter() - begin
+    loss.backward()
+    host_s = min(perf_counter() - begin, FORWARD_PART * forward_s)
+    end.record()
+    end.synchronize()
+    return loss.detach(), (host_s, start.elapsed_time(end) / 1e3)
 
 
 def captured(body: Callable[[], Tensor]) -> tuple[Tensor, Callable[[], None]]:

@@ -15,6 +15,7 @@ when the weight's gradient is computed: as often as without.
 Sources: Shoeybi et al. 2019 (arXiv 1909.08053), section 3; Korthikanti et al. 2022 (arXiv 2205.05198), section 4.2.2.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -165,6 +166,15 @@ def _bias_gradient(grad: Tensor, *, before_activation: bool) -> Tensor:
         partial_sums = rows.view(-1, PARTIAL_SUMS, rows.shape[1]).sum(0, dtype=statistics_dtype(grad.dtype))
         return partial_sums.sum(0).to(grad.dtype)
     return rows.sum(0)
+
+
+def activated(activation: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """activation(x) of the product x [s, b, n], computed in a shape whose gradient inductor writes and sums, for the
+    product's bias, in one pass."""
+    rows = x.flatten(0, 1)
+    if not torch.compiler.is_compiling() or len(rows) % PARTIAL_SUMS:
+        return activation(x)
+    return activation(rows.view(-1, PARTIAL_SUMS, rows.shape[1])).view(*x.shape[:2], -1)
 
 
 @torch.library.custom_op("megalite::copy_after", mutates_args=())

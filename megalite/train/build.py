@@ -25,6 +25,7 @@ from megalite.config.settings import SETTINGS, value_of, with_values, yaml_value
 from megalite.context_parallel.exchange import CpGroups, Waiting
 from megalite.data.batches import DataShare
 from megalite.errors.problems import Problem, UserError, collect
+from megalite.kernels.grouped import is_one_kernel
 from megalite.launch.context import CPU, ParallelContext
 from megalite.launch.device import PRECISIONS, check_fp8, choose_device, choose_precision, fix_order, use_attention
 from megalite.launch.process import ProcessEnvironment
@@ -34,7 +35,6 @@ from megalite.layout.buffer_layout import Kind
 from megalite.layout.ranks import GroupNeeds
 from megalite.layout.sequence import CpShard
 from megalite.layout.stages import stages_of
-from megalite.model.flops import flops_per_token, peak_flops
 from megalite.model.gpt import GPT
 from megalite.model.init import start_values
 from megalite.moe.dispatch import ExpertRanks
@@ -125,8 +125,11 @@ def needs_of(config: Config) -> GroupNeeds:
     )
 
 
-def build_training(config: Config, context: ParallelContext) -> Training:
-    """The model on its buffers and its optimizer, with no values in them yet. `config` is resolved."""
+def build_training(
+    config: Config, context: ParallelContext, say: Callable[[str], object] = lambda line: None
+) -> Training:
+    """The model on its buffers and its optimizer, with no values in them yet. `config` is resolved. `say` is told what
+    is chosen later, by what is measured."""
     settings, axes, clock = config.optimizer, config.parallel, StepClock(context.device)
     chunks = build_chunks(config, context, partial(clock.within, "exchange"))
     replicas = ReplicaGroups.of_rank(context, zero=settings.zero > 0, instances=settings.instances)
@@ -156,7 +159,8 @@ def build_training(config: Config, context: ParallelContext) -> Training:
         partial(forward_only, axes.pp, axes.vpp),
         sync.expect_last,
         clock.switch,
-        graph=bool(config.train.cuda_graph),
+        graph=graph_of(config, context),
+        say=say,
     )
     scale = LossScale(settings, context.device) if context.dtype == torch.float16 else None
     optimizer = make_optimizer(buffers, config, context)
@@ -198,8 +202,10 @@ def fill_with_start_values(
 
 
 ASYNC_TP, CUDA_GRAPH = "parallel.async_tp", "train.cuda_graph"
-HOST_S = 1.9e-3  # a step of one microbatch of GPT-2, by its blocks, beside an H200: docs/performance.md
-USUAL_MFU = 0.4
+GROUPS_ON_HOST = (
+    "with experts needs their one kernel, whose groups no host knows: bf16, a GPU of compute capability 9 or 10, at "
+    "most 1,023 experts, and model.hidden_size and model.moe.ffn_hidden_size multiples of 8"
+)
 
 
 def device_problems(
@@ -214,6 +220,10 @@ def device_problems(
     local, axes = environment.local_world_size, config.parallel
     if axes.async_tp and device.type == "cuda" and (local % axes.tp or not axes.order.startswith("tp")):
         found[ASYNC_TP] = f"needs all ranks of tp on one host, and {local} processes of this one do not fit"
+    experts, sizes = config.model.moe.num_experts, (config.model.hidden_size, config.model.moe.ffn_hidden_size or 0)
+    one_kernel = precision == "bf16" and is_one_kernel(device, torch.bfloat16, experts, *sizes)
+    if config.train.cuda_graph and device.type == "cuda" and experts and not one_kernel:
+        found[CUDA_GRAPH] = GROUPS_ON_HOST
     hints = {name: f"{name}={yaml_value(SETTINGS[name].default)}" for name in found}
     return [Problem(name, value_of(config, name), rule, hints[name]) for name, rule in found.items()]
 
@@ -234,17 +244,16 @@ def derive_device(config: Config, context: ParallelContext) -> Config:
         if whys := [why for of_rank in context.gather_json([why] if why else []) for why in of_rank]:
             rule = f"products that send do not work here: {whys[0]}"
             raise UserError(Problem(ASYNC_TP, True, rule, f"{ASYNC_TP}=false"))
-    config, graph = fill_by_device(config, context.device), value_of(config, CUDA_GRAPH)
-    if graph is None:
-        can = all(names[0] != CUDA_GRAPH for names, _ in clashes(with_values(config, {CUDA_GRAPH: True})))
-        graph = context.device.type == "cuda" and can and context.layout.world_size == 1 and is_small(config, context)
-    return with_values(config, {"precision": PRECISIONS[context.dtype], ASYNC_TP: group is not None, CUDA_GRAPH: graph})
+    config = fill_by_device(config, context.device)
+    return with_values(config, {"precision": PRECISIONS[context.dtype], ASYNC_TP: group is not None})
 
 
-def is_small(config: Config, context: ParallelContext) -> bool:
-    """Whether the host takes longer to start a microbatch than the device to compute one."""
-    train, dtype = config.train, str(context.dtype).removeprefix("torch.")
-    peak = peak_flops(torch.cuda.get_device_name(context.device), dtype)
-    flops = train.micro_batch_size * train.seq_length * flops_per_token(config.model, train.seq_length, causal=True)
-    # Four times the host's time: at three times it a graph saved 1.2 % on an H100, and 1.4 % on an H200.
-    return peak is not None and flops / (USUAL_MFU * peak) < 4 * HOST_S * config.model.num_layers
+def graph_of(config: Config, context: ParallelContext) -> bool | None:
+    """Whether microbatches are CUDA graphs; None: if it is measured that this pays. Unasked they are none with what has
+    never been one on a GPU, nor where runs must repeat: a time that is measured may choose otherwise the next time."""
+    asked: bool | None = value_of(config, CUDA_GRAPH)
+    model, documents = config.model, not config.data.cross_document_attention
+    new = (documents, model.moe.num_experts, model.dropout, model.attention_dropout, model.embedding_dropout)
+    if asked is None and (any(new) or config.train.deterministic or context.world_size > 1 or context.device == CPU):
+        return False
+    return asked

@@ -129,7 +129,7 @@ def set_up(job: Job, companions: Companions) -> None:
             notes.append(f"the ranks of a sequence exchange keys by {exchange_of(config).name}")
         for line in filter(None, notes):
             log.note(line)
-        job.training = build_training(config, context)
+        job.training = build_training(config, context, log.note)
         if (found := newest(folder.checkpoints, context, log.note)) is not None:
             restore(job, found)
         else:

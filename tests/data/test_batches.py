@@ -45,7 +45,7 @@ def stream(
 
 
 def content(batches: list[Batch]) -> dict[int, list[list[int]]]:
-    return {batch.first_sample: torch.cat([batch.tokens, batch.labels], dim=1).tolist() for batch in batches}
+    return {int(batch.samples[0]): torch.cat([batch.tokens, batch.labels], dim=1).tolist() for batch in batches}
 
 
 def test_labels_are_the_next_tokens_and_positions_count(data: OpenedData, config: Config) -> None:
@@ -61,7 +61,7 @@ def test_labels_are_the_next_tokens_and_positions_count(data: OpenedData, config
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_together_compute_the_microbatches_of_one_process(data: OpenedData, config: Config, size: int) -> None:
     whole = stream(data, config, 5)
-    assert [batch.first_sample for batch in whole] == list(range(0, 40, 2))
+    assert [batch.samples.tolist() for batch in whole] == [[first, first + 1] for first in range(0, 40, 2)]
     shared = [stream(data, config, 5, rank=rank, size=size) for rank in range(size)]
     assert {len(batches) for batches in shared} == {20 // size}
     together = [batch for batches in shared for batch in batches]
@@ -78,7 +78,7 @@ def test_resuming_at_a_step_continues_the_stream(data: OpenedData, config: Confi
 def test_what_is_passed_over_is_not_even_read(data: OpenedData, config: Config) -> None:
     """A bad shard does not end a run that knows of it."""
     whole = stream(data, config, 5)
-    broken = {first for batch in whole[4:12] for first in [batch.first_sample]}  # of the second and the third step
+    broken = {int(batch.samples[0]) for batch in whole[4:12]}  # of the second and the third step
     config.train.skip_steps = [2, 3]
     read: list[int] = []
 

@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend
 from megalite.config.schema import Config, TrainConfig
 from megalite.config.settings import SETTINGS, with_values
 from megalite.errors.problems import UserError
+from megalite.kernels.grouped import _has_kernel
 from megalite.launch import device as device_module
 from megalite.launch.context import CPU
 from megalite.launch.device import (
@@ -179,6 +180,22 @@ def test_what_is_for_cuda_is_refused_where_auto_finds_a_cpu(monkeypatch: pytest.
     with pytest.raises(UserError, match=r"(?s)train.attention='flash'.*which is cpu here.*train.cuda_graph=.*=null"):
         open_context(config, SINGLE)
     assert device_problems(config, GPU, "fp32", SINGLE) == []
+
+
+@pytest.mark.parametrize(
+    ("precision", "capability", "width", "taken"),
+    [("bf16", (9, 0), 64, True), ("fp32", (9, 0), 64, False), ("bf16", (8, 0), 64, False), ("bf16", (9, 0), 68, False)],
+)
+def test_a_graph_of_experts_is_refused_where_the_host_must_know_their_rows(
+    monkeypatch: pytest.MonkeyPatch, precision: str, capability: tuple[int, int], width: int, taken: bool
+) -> None:
+    _pretend_cuda(monkeypatch, 1, capability=capability)
+    _has_kernel.cache_clear()
+    config = with_values(Config(), {"model.moe.num_experts": 8, "model.moe.ffn_hidden_size": width})
+    config = with_values(config, {"train.cuda_graph": True})
+    found = [(problem.setting, problem.hint) for problem in device_problems(config, GPU, precision, SINGLE)]
+    _has_kernel.cache_clear()
+    assert found == ([] if taken else [("train.cuda_graph", "train.cuda_graph=null")])
 
 
 def test_a_cpu_does_whatever_precision_is_asked_for() -> None:

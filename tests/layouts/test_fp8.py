@@ -59,7 +59,8 @@ def test_tensor_parallel_ranks_train_nearly_like_one_process(
     for trace in found:  # the first update is near to the gradient's sign, which the smallest difference turns
         assert relative(trace.losses[:1], wanted.losses[:1]) < 1e-6
         assert relative(trace.grad_norms[:1], wanted.grad_norms[:1]) < 1e-3
-        assert relative(trace.losses, wanted.losses) < noise / 2
+        # Weight gradients of fewer bits are nearer to zero more often, where that first update turns.
+        assert relative(trace.losses, wanted.losses) < (noise if weights else noise / 2)
     replicated(found)
 
 

@@ -15,7 +15,7 @@ def test_masks_follow_the_samples_and_nothing_else() -> None:
     first = model(batch)
     torch.manual_seed(1)
     assert torch.equal(model(batch), first)
-    assert not torch.equal(model(replace(batch, first_sample=6)), first)
+    assert not torch.equal(model(replace(batch, samples=batch.samples + 1)), first)
 
 
 def test_each_kind_of_dropout_acts_in_training_only() -> None:

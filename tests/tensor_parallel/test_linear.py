@@ -17,7 +17,7 @@ from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import OVERLAPPED
 from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.tensor_parallel.linear import PARTIAL_SUMS, linear
+from megalite.tensor_parallel.linear import PARTIAL_SUMS, activated, linear
 from tests.ranks import run_ranks
 from tests.tensor_parallel.operations import Operations
 
@@ -132,31 +132,35 @@ def test_the_input_gradient_is_communicated_while_the_weight_gradient_is_compute
             assert (8, 3, K) not in compiled[1]
 
 
-@pytest.mark.parametrize(("sequences", "sums"), [(8, [(PARTIAL_SUMS, N), (N,)]), (3, [(N,)])])
+@pytest.mark.parametrize(
+    ("sequences", "sums", "gradient"), [(8, [(PARTIAL_SUMS, N), (N,)], (2, PARTIAL_SUMS, N)), (3, [(N,)], (8, 3, N))]
+)
 def test_a_compiled_bias_gradient_before_an_activation_is_summed_in_parts_first(
-    sequences: int, sums: list[tuple[int, ...]]
+    sequences: int, sums: list[tuple[int, ...]], gradient: tuple[int, ...]
 ) -> None:
-    """Where all parts have as many rows: that sum is a part of the pass that writes the activation's gradient."""
+    """Where all parts have as many rows: the pass that writes the activation's gradient, in their shape, sums them."""
     from torch._dynamo.backends.common import aot_autograd
 
-    shapes: list[tuple[int, ...]] = []
+    shapes: dict[str, list[tuple[int, ...]]] = {"aten.sum": [], "aten.cos": []}
 
     def keep(graph: GraphModule, inputs: Any) -> Callable:
-        shapes.extend(tuple(node.meta["val"].shape) for node in graph.graph.nodes if "aten.sum" in str(node.target))
+        for name, node in product(shapes, graph.graph.nodes):
+            shapes[name] += [tuple(node.meta["val"].shape)] if name in str(node.target) else []
         return graph.forward
 
     x, weight, bias = tensors((8, sequences, K), (N, K), (N,))
     main_grad = torch.zeros_like(weight)
 
     def run(x: Tensor) -> Tensor:
-        return linear(x, weight, bias, main_grad=main_grad, before_activation=True).sin().sum((0, 1)).square()
+        y = linear(x, weight, bias, main_grad=main_grad, before_activation=True)
+        return activated(torch.sin, y).sum((0, 1)).square()
 
     (wanted,) = torch.autograd.grad(run(x).sum(), bias)
     backend = aot_autograd(fw_compiler=lambda graph, _: graph, bw_compiler=keep)
     y = torch.compile(run, fullgraph=True, backend=backend)(x)
     (found,) = torch.autograd.grad(y.sum(), bias)
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-13)
-    assert shapes == sums
+    assert shapes == {"aten.sum": sums, "aten.cos": [gradient]}
 
 
 def compiled_and_not(context: ParallelContext, backend: str) -> None:

@@ -26,7 +26,7 @@ def poison(samples: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
 
     def poisoned(self: GPT, batch: Batch, scale: Tensor, received: Tensor | None = None) -> Tensor:
         value = loss(self, batch, scale, received)
-        return value * math.nan if batch.first_sample in samples and self.training else value
+        return value * math.nan if int(batch.samples[0]) in samples and self.training else value
 
     monkeypatch.setattr(GPT, "loss", poisoned)
 

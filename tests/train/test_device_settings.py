@@ -1,4 +1,4 @@
-"""What nobody has set follows from the device: products that send, and graphs of small microbatches."""
+"""What nobody has set follows from the device: products that send, and microbatches as graphs."""
 
 from types import SimpleNamespace
 
@@ -7,40 +7,42 @@ import torch
 import torch.distributed._symmetric_memory as symmetric
 
 from megalite.config.derive import derive, derive_vocabulary
-from megalite.config.schema import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from megalite.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, TrainConfig
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.tensor_parallel import collectives
 from megalite.tensor_parallel.collectives import TensorGroup
-from megalite.train.build import derive_device
-from tests.model.small import small
+from megalite.train.build import derive_device, graph_of
+from tests.model.small import ALL_DROPOUTS, small
 from tests.ranks import run_ranks
 
 CUDA = torch.device("cuda", 0)
-GPT2 = ModelConfig(num_layers=12, hidden_size=768, num_attention_heads=12, vocab_size=50257)
+DETERMINISTIC, NEVER = TrainConfig(deterministic=True), TrainConfig(cuda_graph=False)
+DOCUMENTS, MOE = DataConfig(cross_document_attention=False), MoEConfig(num_experts=4, ffn_hidden_size=16)
 
 
 @pytest.mark.parametrize(
-    ("config", "gpu", "graph"),
+    ("config", "device", "graph"),
     [
-        (Config(model=GPT2, train=TrainConfig(micro_batch_size=8, seq_length=1024)), "NVIDIA H100 80GB HBM3", True),
-        # 32 x 1,024 tokens need 63 ms of a device that took 23.3 ms to start, launch by launch; 64 x 1,024 took 126.
-        (Config(model=GPT2, train=TrainConfig(micro_batch_size=32, seq_length=1024)), "NVIDIA H100 80GB HBM3", True),
-        (Config(model=GPT2, train=TrainConfig(micro_batch_size=64, seq_length=1024)), "NVIDIA H100 80GB HBM3", False),
-        (Config(model=GPT2, train=TrainConfig(micro_batch_size=8, seq_length=1024)), "NVIDIA L4", False),
-        (Config(model=GPT2, train=TrainConfig(micro_batch_size=1)), "a GPU of the future", False),
-        (Config(model=small()), "NVIDIA L4", True),
-        (Config(model=small(), train=TrainConfig(cuda_graph=False)), "NVIDIA L4", False),
-        (Config(model=small(), data=DataConfig(cross_document_attention=False)), "NVIDIA L4", False),
-        (Config(model=small()), "", False),
+        (Config(model=small()), CUDA, None),
+        (Config(model=small(), train=NEVER), CUDA, False),
+        (Config(model=small(), train=DETERMINISTIC), CUDA, False),
+        (Config(model=small(), data=DOCUMENTS), CUDA, False),
+        (Config(model=small(moe=MOE)), CUDA, False),
+        *((Config(model=small(**{name: 0.1})), CUDA, False) for name in ALL_DROPOUTS),
+        (Config(model=small(dropout=0.1), train=TrainConfig(cuda_graph=True)), CUDA, True),
+        (Config(model=small()), torch.device("cpu"), False),
     ],
 )
-def test_small_microbatches_are_graphs(monkeypatch: pytest.MonkeyPatch, config: Config, gpu: str, graph: bool) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
-    context = ParallelContext(device=CUDA, dtype=torch.bfloat16) if gpu else ParallelContext()
+def test_a_graph_is_tried_unasked_where_gpus_have_run_it(
+    config: Config, device: torch.device, graph: bool | None
+) -> None:
+    """The settings of the run keep what was asked: the next start decides anew."""
+    context = ParallelContext(device=device, dtype=torch.bfloat16)
     ready = derive_device(derive(derive_vocabulary(config, 257)), context)
-    assert (ready.train.cuda_graph, ready.parallel.async_tp) == (graph, False)
+    assert (graph_of(ready, context), ready.parallel.async_tp) == (graph, False)
+    assert ready.train.cuda_graph is config.train.cuda_graph
 
 
 def chosen(context: ParallelContext, asked: bool | None, fails: int | None) -> str:
