@@ -30,6 +30,27 @@ for number, microbatches in enumerate((2, 2, 2, 2, 3)):
     side._train([side._batch] * microbatches, labels, 1e-3, next_local_tokens=labels)
 log(0)
 """
+PEAK = """
+import sys
+sys.path[:0] = ["benchmarks", "."]
+import torch
+from benchmark_sides import SHAPES, Megalite
+from gpu_rungs import CAMPAIGN
+from megalite.launch.process import ProcessEnvironment
+from megalite.plan.gpu_memory import rank_memory
+from megalite.train.build import derive_device, open_context
+name, batch, *words = sys.argv[1:]
+shape = {**SHAPES, **CAMPAIGN}[name]
+config = shape.config(int(batch), "bf16", torch.device("cuda"), "train.cuda_graph=false", *words)
+context = open_context(config, ProcessEnvironment())
+config = derive_device(config, context)
+tokens = torch.zeros(int(batch), config.train.seq_length, dtype=torch.int64, device="cuda")
+side = Megalite(config, context, tokens)
+for _ in range(2):
+    side.step()
+memory = rank_memory(config, context.layout, 0)
+print("RATIO", (memory.total - memory.outside) / torch.cuda.max_memory_allocated())
+"""
 FA4 = """
 import pathlib, torch
 calls = pathlib.Path(__file__).with_name("calls").open("a", buffering=1)
@@ -174,6 +195,23 @@ def passes_of(block: str, *words: str) -> tuple[list[float], str]:
         elif match := re.search(r"(triton_\w+)\.run\([^*].*stream0\)", line):
             moved.append(size[match[1]])
     return moved, written
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["gpt2", "8"],
+        ["gpt2", "8", "model.num_layers=4", "precision=fp32"],
+        ["7B, 8 layers", "2", "model.num_layers=2"],
+        ["7B, 8 layers", "2", "model.num_layers=2", "train.recompute=full"],
+        ["experts, 4 layers", "2", "model.num_layers=2", "model.moe.num_experts=32"],
+    ],
+)
+def test_the_formula_for_memory_gives_the_allocators_peak(words: list[str]) -> None:
+    """Right to 3 % below and 15 % above: what the choice of a microbatch leaves is 10 % of the device."""
+    found = re.search(r"RATIO (\S+)", run(["python", "-c", PEAK, *words], {}))
+    assert found is not None
+    assert 0.97 < float(found[1]) < 1.15
 
 
 def test_attention_fa4_calls_the_kernels_of_flash_attn_4(tmp_path: Path) -> None:

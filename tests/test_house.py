@@ -26,7 +26,7 @@ FLOORS = [
 ]
 # Lines of .py files; docstrings, comments and blank lines count. A change that needs more raises a number and says why.
 BUDGET = {
-    "the package": 19_250,
+    "the package": 19_350,
     "what train.run imports": 12_500,  # imports inside of functions included
     "a file": 400,
     "a function": 60,
@@ -81,7 +81,7 @@ def test_every_room_has_a_floor() -> None:
         "megalite.optim.rank_buffers",
         *(f"megalite.layout.{name}" for name in ("buffer_layout", "ranks", "stages")),
         "megalite.launch.environment",
-        *(f"megalite.plan.{name}" for name in ("buffers_table", "ranks", "timeline")),
+        *(f"megalite.plan.{name}" for name in ("buffers_table", "gpu_memory", "ranks", "timeline")),
     ],
 )
 def test_arithmetic_needs_no_torch(module: str) -> None:

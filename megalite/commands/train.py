@@ -82,6 +82,7 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
     from megalite.launch.preflight import preflight, table
     from megalite.observe.about import open_views, start_fields
     from megalite.observe.terminal import Terminal
+    from megalite.plan.gpu_memory import fit_micro_batch
     from megalite.prepare.prepare import examine, prepare
     from megalite.train.run import Companions, run
 
@@ -90,6 +91,7 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
         examine=examine,
         prepare=lambda config: prepare(config, terminal.preparing),
         read_weights=import_model,
+        fit=fit_micro_batch,
         look_at_nodes=lambda context, folder: table(preflight(context, folder)),
         say=terminal.print,
         open_views=lambda job, note: open_views(job, terminal, note),

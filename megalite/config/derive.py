@@ -23,6 +23,7 @@ from megalite.config.settings import OPEN, SETTINGS, value_of, with_values
 from megalite.config.step_plan import batch_sizes
 from megalite.errors.problems import plain
 
+USUAL = 8  # sequences of a microbatch, at most, where no memory is measured
 FILLING = 8  # microbatches that a pipeline has by default, at least: of two stages the first and last idle for a ninth
 LONGEST_NAME, SETTINGS_SHOWN, LONGEST_SETTING = 100, 4, 24  # of a run's name, and what it shows
 NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9._=+-]{{0,{LONGEST_NAME - 1}}}")  # a folder of that name works everywhere
@@ -108,13 +109,20 @@ def derive_schedule(parallel: ParallelConfig) -> str:
 
 
 def derive_micro_batch_size(config: Config, world_size: int) -> int:
-    """The micro-batch size: the setting, else the largest divisor, up to 8, of a data-parallel rank's share of every
-    global batch that leaves a pipeline a microbatch for each rank (or group), and 8 at full size."""
+    """The micro-batch size: the setting, else the largest that suits, up to 8; a GPU takes what fits
+    (train/memory.py)."""
+    return config.train.micro_batch_size or max(size for size in micro_batch_sizes(config, world_size) if size <= USUAL)
+
+
+def micro_batch_sizes(config: Config, world_size: int) -> list[int]:
+    """The micro-batch sizes that suit, ascending: divisors of a data-parallel rank's share of every global batch that
+    leave a pipeline a microbatch for each rank (or group), and 8 at full size. Above 8 powers of two alone."""
     shares = [max(1, sequences * dense_ranks(config) // world_size) for sequences in batch_sizes(config.train)]
-    pp, group_size = config.parallel.pp, config.parallel.microbatch_group_size or 1
-    most = min(shares[0] // max(pp, group_size), shares[-1] // FILLING if pp > 1 else shares[-1])
-    largest, common = min(8, max(1, most)), gcd(*shares)
-    return config.train.micro_batch_size or max(size for size in range(1, largest + 1) if common % size == 0)
+    pp, group = config.parallel.pp, "parallel.microbatch_group_size"
+    asked = 1 if group in config.derived else value_of(config, group) or 1  # else it follows from the size
+    most = min(shares[0] // max(pp, asked), shares[-1] // FILLING if pp > 1 else shares[-1])
+    tried, common = {*range(1, USUAL + 1), *(1 << power for power in range(32))}, gcd(*shares)
+    return sorted(size for size in tried if size <= max(1, most) and common % size == 0)
 
 
 def schedule_request(config: Config, world_size: int) -> ScheduleRequest:

@@ -141,7 +141,9 @@ class TrainConfig:
 
     steps: int = setting(200, "optimizer steps of the whole run", at_least=0, at_most=10**8 - 1)
     global_batch_size: int = setting(8, "sequences per optimizer step, over all ranks", at_least=1, at_most=MOST)
-    micro_batch_size: int = setting(None, "sequences of one forward pass; null: at most 8, by the batch", at_least=1)
+    micro_batch_size: int = setting(
+        None, "sequences of one forward pass; null: on CUDA what fits, else at most 8", at_least=1
+    )
     seq_length: int = setting(256, "tokens per sequence", at_least=1)
     log_interval: int = setting(1, "steps between two lines of metrics.jsonl and of the terminal", at_least=1)
     eval_interval: int = setting(100, "steps between evaluations; 0: none", at_least=0)

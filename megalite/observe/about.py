@@ -4,6 +4,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -23,6 +24,7 @@ from megalite.observe.report.page import REPORT, live_report
 from megalite.observe.run_data import read_run
 from megalite.observe.terminal import Terminal
 from megalite.observe.trackers import open_trackers
+from megalite.plan.gpu_memory import rank_memory
 from megalite.train.history import Note, View
 from megalite.train.loop import Job
 
@@ -80,9 +82,19 @@ def resolved(job: Job, device: str) -> list[list[str]]:
         ["", f"{samples * train.seq_length:,} tokens in {several(train.steps, 'step')}: {most}"],
         *(["" if at else "layout", line] for at, line in enumerate(header_lines(job.context.layout))),
         ["device", f"{device}, {PRECISIONS[job.context.dtype]}"],
+        *memory_lines(job),
         ["run folder", str(job.folder.path)],
         *([] if job.resumed_from is None else [["continues", f"from the checkpoint of step {job.resumed_from}"]]),
     ]
+
+
+def memory_lines(job: Job) -> Iterator[list[str]]:
+    """What training takes of this rank's GPU by the formula (plan/gpu_memory.py)."""
+    if job.context.device.type == "cuda":
+        memory = rank_memory(job.config, job.context.layout, job.context.rank)
+        has, parts = torch.cuda.mem_get_info(job.context.device)[1], asdict(memory).items()
+        words = ", ".join(f"{name} {size / 2**30:,.1f}" for name, size in parts)
+        yield ["memory", f"{memory.total / 2**30:,.1f} GiB of {has / 2**30:,.1f} needed: {words}"]
 
 
 def versions() -> dict[str, str]:

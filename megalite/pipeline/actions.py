@@ -6,13 +6,16 @@ torch import.
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 Direction = Literal["forward", "backward"]  # of what travels: activations, gradients
 Role = Literal["send", "receive"]
 Place = tuple[Direction, int, int]  # what a rank's chunk receives or sends of a microbatch: (way, chunk, microbatch)
 ActionKind = Literal["forward", "backward", "backward-input", "backward-weight"]
+HELD: dict[ActionKind, int] = {"forward": 1, "backward": -1, "backward-input": 0, "backward-weight": -1}
 LETTERS: dict[ActionKind, str] = {"forward": "F", "backward": "B", "backward-input": "I", "backward-weight": "W"}
 _KINDS = {letter: kind for kind, letter in LETTERS.items()}
 
@@ -39,6 +42,12 @@ def parse_action(cell: str) -> Action:
         raise ValueError(f"{cell!r} is not an action: chunk, one of F B I W, microbatch: 0F3")
     chunk, letter, microbatch = found.groups()
     return Action(_KINDS[letter], int(chunk), int(microbatch))
+
+
+def in_flight(actions: Iterable[Action]) -> int:
+    """The most that a rank with these actions holds at once, in activations of one chunk for one microbatch. What
+    backward-input leaves for backward-weight counts as an activation."""
+    return max(accumulate((HELD[action.kind] for action in actions), initial=0))
 
 
 @dataclass(frozen=True)

@@ -215,11 +215,18 @@ class MicrobatchGraph:
 
     def __init__(self, model: GPT, wanted: bool | None, say: Callable[[str], object]) -> None:
         self._model, self.wanted, self._say = model, wanted, say
-        self._seen, self._times = 0, list[tuple[float, float]]()
+        self._seen, self._shape, self._times = 0, torch.Size(), list[tuple[float, float]]()
         self._repeat: Callable[[], None] | None = None
 
     def __call__(self, batch: Batch, scale: Tensor) -> Tensor:
         """Adds the microbatch's gradients; its loss, as `GPT.loss` scales it."""
+        if batch.tokens.shape != self._shape:
+            self._shape, self._seen, self._repeat = (
+                batch.tokens.shape,
+                0,
+                None,
+            )  # the first, or the loop has halved them
+            self._times.clear()
         self._seen += 1
         if self._seen <= FIRST or self.wanted is False:
             return self._compute(batch, scale)

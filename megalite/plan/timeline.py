@@ -11,16 +11,15 @@ again the last lines count. No torch import.
 import json
 import os
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from megalite.config.schedule_request import ScheduleRequest
 from megalite.errors.problems import several
-from megalite.pipeline.actions import Action, ActionKind, Schedule, parse_action
+from megalite.pipeline.actions import ActionKind, Schedule, in_flight, parse_action
 from megalite.pipeline.schedules import SCHEDULES, build_schedule
 from megalite.pipeline.simulator import Durations, Span, equal_durations, simulate
 from megalite.plan.picture import LETTER, Picture
@@ -32,13 +31,6 @@ MOST_PASSES = 20_000  # of microbatches through chunks, of a schedule that a rep
 TAIL = 2**24  # bytes at the end of pipeline.jsonl that hold the last step
 FORWARD_PASSES: Unit = ("forward passes of a rank", 1)  # as equal_durations has it
 MILLISECONDS: Unit = ("ms", 1000)  # of recorded seconds
-HELD: dict[ActionKind, int] = {"forward": 1, "backward": -1, "backward-input": 0, "backward-weight": -1}
-
-
-def in_flight(actions: Iterable[Action]) -> int:
-    """The most that a rank with these actions holds at once, in activations of one chunk for one microbatch. What
-    backward-input leaves for backward-weight counts as an activation."""
-    return max(accumulate((HELD[action.kind] for action in actions), initial=0))
 
 
 @dataclass(frozen=True)

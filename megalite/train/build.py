@@ -59,6 +59,9 @@ OF_A_MACHINE = (
 # It raises UserError before it reads the first tensor if the folder does not fit the model.
 ReadWeights = Callable[[str, ModelConfig, Container[str] | None], Iterator[tuple[str, Tensor]]]
 
+Fit = Callable[[Config, ParallelContext], Config]
+MICRO = "train.micro_batch_size"
+
 
 @dataclass(frozen=True)
 class Training:
@@ -235,9 +238,9 @@ def fill_by_device(config: Config, device: torch.device) -> Config:
     return with_values(config, dict.fromkeys(names, device.type == "cuda"))
 
 
-def derive_device(config: Config, context: ParallelContext) -> Config:
+def derive_device(config: Config, context: ParallelContext, fit: Fit = lambda config, context: config) -> Config:
     """Settings that follow from the device; collective. UserError, alike on all ranks, where parallel.async_tp=true
-    does not work on one."""
+    does not work on one. `fit` chooses the micro-batch size for a GPU, where nobody has set it."""
     group = TensorGroup.of(context.group("tp")) if config.parallel.async_tp else None
     if group is not None:
         why = why_products_cannot_send(group, context.dtype, context.device)
@@ -245,7 +248,8 @@ def derive_device(config: Config, context: ParallelContext) -> Config:
             rule = f"products that send do not work here: {whys[0]}"
             raise UserError(Problem(ASYNC_TP, True, rule, f"{ASYNC_TP}=false"))
     config = fill_by_device(config, context.device)
-    return with_values(config, {"precision": PRECISIONS[context.dtype], ASYNC_TP: group is not None})
+    config = with_values(config, {"precision": PRECISIONS[context.dtype], ASYNC_TP: group is not None})
+    return fit(config, context) if context.device.type == "cuda" and MICRO in config.derived else config
 
 
 def graph_of(config: Config, context: ParallelContext) -> bool | None:

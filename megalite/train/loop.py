@@ -25,17 +25,19 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.config.files import write_atomically
+from megalite.config.schedule_request import SPLITTING
 from megalite.config.schema import Config
+from megalite.config.settings import DERIVED, OPEN, as_plain, value_of, with_values
 from megalite.config.step_plan import planned_steps
 from megalite.data.batches import StepBatches, train_batches, validation_batches
 from megalite.data.open import OpenedData
 from megalite.errors.problems import Problem, UserError, refuse, several
-from megalite.launch.context import ParallelContext, all_ranks_or_raise
+from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
 from megalite.launch.process import StopSignals
 from megalite.launch.watchdog import SAVES, Doing, after_report_s
 from megalite.optim.schedule import learning_rate
 from megalite.pipeline.simulator import Span
-from megalite.train.build import Training, data_share
+from megalite.train.build import MICRO, Training, data_share
 from megalite.train.evaluate import evaluate, sample
 from megalite.train.history import PIPELINE, Record, RunLog, StatusFile, StepPart
 from megalite.train.metrics import Meter
@@ -110,9 +112,36 @@ class Job:
 
 
 def train(job: Job) -> None:
-    """All remaining steps, or as many as pass until a stop is asked for; the last state is saved."""
+    """All remaining steps, or as many as pass until a stop is asked for; the last state is saved. Where the first step
+    finds no memory, it is done again, once, with half the microbatch."""
+    train_step = TrainStep(job.training, job.config.optimizer, job.context)
+    half, rest = divmod(job.config.train.micro_batch_size, 2)
+    chosen = MICRO in job.config.derived and not rest
+    alone = job.context.world_size == 1 and job.config.parallel.schedule not in SPLITTING  # no work is put off
+    try:
+        return take_steps(job, train_step)
+    except torch.OutOfMemoryError:
+        if train_step.updates or not chosen or not alone:
+            raise
+    # Only now: the error held what the step had computed. Nothing but gradients has changed, which a step forgets.
+    job.config = with_values(job.config, {MICRO: half})
+    gc.collect()
+    torch.cuda.empty_cache()  # does nothing on a CPU
+    job.log.note(f"out of memory in the first step: it begins again with {MICRO}={half}, which was {2 * half}")
+    record_settings(job)
+    return take_steps(job, train_step)
+
+
+def record_settings(job: Job) -> None:
+    """Write the run's config.yaml, and that the folder holds a run; collective."""
+    derived = [name for name in job.config.derived if value_of(job.config, name) not in OPEN]
+    rank0_broadcast(job.context, lambda: job.folder.begin(as_plain(job.config) | {DERIVED: derived}))
+
+
+def take_steps(job: Job, train_step: TrainStep) -> None:
+    """The same, without a second try."""
     config, saver, clock, settings = job.config, job.saver, job.training.clock, job.config.train
-    train_step, meter = TrainStep(job.training, config.optimizer, job.context), Meter(config, job.context, job.measured)
+    meter = Meter(config, job.context, job.measured)
     device, evaluates = job.context.device, job.data.validation is not None
     launched = deque[tuple[StepBatches, PendingMetrics | None]]()  # steps whose metrics have not been read yet
     hooks: list[tuple[int, bool, Callable[[int], None]]] = [  # (every n steps, 0: never; at the end too; what)
@@ -283,11 +312,13 @@ def profiled_step(job: Job, step: int) -> Iterator[None]:
     with profile(activities=activities) as record, record_function("train step"), label:
         clock.listener = begin
         clock.restart()
-        yield
+        try:
+            yield
+        finally:
+            clock.listener = listener_before
         job.training.gather.finish()  # a transfer that ends later would write into freed memory of torch's
         if cuda:
             torch.cuda.synchronize(job.context.device)
-    clock.listener = listener_before
     path = job.folder.path / PROFILES / f"step-{step:08d}-rank-{job.context.rank:05d}"
     table = record.key_averages().table(sort_by=f"self_{'device' if cuda else 'cpu'}_time_total", row_limit=ROWS)
     try:

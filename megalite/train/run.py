@@ -20,17 +20,25 @@ from megalite.checkpoint.run_folder import RunFolder, keep_tokenizer, require_ro
 from megalite.config.files import private_files
 from megalite.config.layout import exchange_of
 from megalite.config.schema import Config
-from megalite.config.settings import DERIVED, OPEN, as_plain, value_of, with_values
+from megalite.config.settings import as_plain, with_values
 from megalite.data.open import OpenedData, TokenFiles, note_changed_files, open_data
 from megalite.errors.problems import Problem, UserError, collect, several, to_stderr
 from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
 from megalite.launch.device import slow_precision
 from megalite.launch.process import ProcessEnvironment, StopSignals, end_compile_workers, stop_request
 from megalite.launch.watchdog import Watchdog, find_cause, is_broken_link
-from megalite.train.build import ReadWeights, build_training, derive_device, fill_with_start_values, open_context
+from megalite.train.build import (
+    MICRO,
+    Fit,
+    ReadWeights,
+    build_training,
+    derive_device,
+    fill_with_start_values,
+    open_context,
+)
 from megalite.train.evaluate import prompts_of
 from megalite.train.history import Note, RunLog, StatusFile, View, examine_records
-from megalite.train.loop import Job, train
+from megalite.train.loop import Job, record_settings, train
 from megalite.train.saving import Saver, TrainingStoppedError, restore, state_bytes
 
 NEWS_S = 1.0  # the signal that ended another rank's start reaches this rank too, which then reports no error
@@ -42,6 +50,7 @@ class Companions(NamedTuple):
     examine: Callable[[Config], object]  # UserError for text or a tokenizer that is not there; quick, writes nothing
     prepare: Callable[[Config], TokenFiles]  # makes every token file that is not there yet
     read_weights: ReadWeights  # reads the folder of checkpoint.init_from
+    fit: Fit  # chooses the micro-batch size by the memory of the GPUs
     look_at_nodes: Callable[[ParallelContext, Path], Sequence[str]]  # for launch.preflight; lines, on rank 0
     say: Note  # prints a line for the user, on rank 0
     open_views: Callable[[Job, Note], Mapping[str, View]]  # by name, on rank 0
@@ -118,7 +127,7 @@ def set_up(job: Job, companions: Companions) -> None:
     """Fill the run on this rank: new, imported, or from the newest checkpoint in its folder, and its records open."""
     context, data, log = job.context, job.data, job.log
     vocabulary = {"model.vocab_size": data.train.vocab_size}
-    config = job.config = derive_device(with_values(job.config, vocabulary), context)
+    config = job.config = derive_device(with_values(job.config, vocabulary), context, companions.fit)
     job.prompts = all_ranks_or_raise(context, lambda: prompts_of(config, data))
     folder = job.folder = RunFolder(Path(config.run_dir), context, config.resume, as_plain(config), data.fingerprint)
     try:
@@ -141,8 +150,7 @@ def set_up(job: Job, companions: Companions) -> None:
             if job.progress.step < config.train.steps:
                 size = state_bytes(job.training, context)
                 rank0_broadcast(context, lambda: require_room(folder.checkpoints, size))
-            derived = [name for name in config.derived if value_of(config, name) not in OPEN]
-            rank0_broadcast(context, lambda: folder.begin(as_plain(config) | {DERIVED: derived}))
+            record_settings(job)
         if (tokenizer := data.tokenizer) is not None:  # mended even if the run is over
             known, path = job.tokenizer_files, folder.path
             job.tokenizer_files = rank0_broadcast(context, lambda: keep_tokenizer(path, tokenizer.files(), known))
@@ -209,7 +217,9 @@ def record_failure(error: Exception, job: Job) -> None:
     where = f"rank {context.rank} on {socket.gethostname()}{f', step {job.progress.step + 1}' if trains else ''}"
     to_stderr(f"megalite: {where}: {message}")
     if isinstance(error, torch.OutOfMemoryError):
-        saves = "a smaller train.micro_batch_size, train.recompute=full, or a larger parallel.tp or parallel.pp"
+        size = job.config.train.micro_batch_size
+        smaller = f"{MICRO}={1 if size % 2 else size // 2}, " if size > 1 else ""
+        saves = f"{smaller}train.recompute=full, or a larger parallel.tp or parallel.pp"
         to_stderr(f"megalite: less memory is needed with {saves}")
     with stop_request():  # torchrun ends all ranks when the first one exits: not before this is said
         cause = find_cause(context, error)

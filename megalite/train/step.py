@@ -61,6 +61,7 @@ class TrainStep:
         self._zero = torch.zeros((), dtype=torch.float64, device=training.buffers.device)
         self._lr = torch.zeros_like(self._zero)
         self._routers = Routers(training.chunks)
+        self.updates = False  # whether an update of parameters has ever begun
         self._tokens: Tensor | None = None  # of the coming step, if the step before has summed them
 
     def __call__(
@@ -139,6 +140,7 @@ class TrainStep:
         # before this rank's slices are updated.
         training.gather.finish()
         self._lr.fill_(lr)
+        self.updates = True
         training.optimizer.step(self._lr, divisor=divisor, skip=skipped.to(torch.float32))
         if scale is not None:
             scale.update(overflow.to(torch.float32))

@@ -17,8 +17,7 @@ from megalite.config.schema import Config
 from megalite.data.batch import Batch
 from megalite.launch.context import ParallelContext
 from megalite.model.gpt import GPT
-from megalite.pipeline.actions import Schedule
-from megalite.plan.timeline import in_flight
+from megalite.pipeline.actions import Schedule, in_flight
 from tests.optim.allocations import allocations_of
 from tests.pipeline.shapes import schedule
 from tests.pipeline.stages import microbatches, run_pipeline, stages_config, started

@@ -18,7 +18,7 @@ from megalite.kernels import grouped
 from megalite.launch.context import CPU, ParallelContext
 from megalite.model import attention
 from megalite.pipeline import executor
-from megalite.pipeline.executor import FIRST, MicrobatchGraph, captured, timed
+from megalite.pipeline.executor import FIRST, MEASURED, MicrobatchGraph, captured, timed
 from megalite.train.build import Training
 from tests.kernels import plain_expert_rows
 from tests.model.small import ALL_DROPOUTS, random_batch, small
@@ -94,9 +94,9 @@ def trained(training: Training, batches: list[Batch]) -> list[Tensor]:
 
 
 def differing_batches(name: str, device: torch.device) -> list[Batch]:
-    """More than are computed before the capture."""
+    """More than decide on a graph."""
     found = []
-    for seed in range(FIRST + 2):
+    for seed in range(FIRST + MEASURED + 1):
         batch = random_batch(small(), s=32, seed=seed, first_sample=3 * seed)
         if name in ("documents", "dropout"):
             starts = torch.rand(batch.tokens.shape, generator=torch.Generator().manual_seed(seed)) < 0.1

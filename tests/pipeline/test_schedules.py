@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from megalite.config.rules import schedule_flaws
 from megalite.config.schedule_request import ScheduleRequest
-from megalite.pipeline.actions import Schedule, parse_action
+from megalite.pipeline.actions import Schedule, in_flight, parse_action
 from megalite.pipeline.schedules import forward_only
-from megalite.plan.timeline import in_flight
 from tests.pipeline.shapes import parse, schedule, text_of, training
 
 

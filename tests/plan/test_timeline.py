@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from megalite.pipeline.actions import Schedule, parse_action
+from megalite.pipeline.actions import Schedule, in_flight, parse_action
 from megalite.pipeline.simulator import Span, equal_durations
-from megalite.plan.timeline import Timeline, in_flight, read_recording, simulated
+from megalite.plan.timeline import Timeline, read_recording, simulated
 from megalite.train.history import PIPELINE
 from tests.pipeline.shapes import schedule
 
