@@ -109,8 +109,8 @@ def derive_schedule(parallel: ParallelConfig) -> str:
 
 
 def derive_micro_batch_size(config: Config, world_size: int) -> int:
-    """The micro-batch size: the setting, else the largest that suits, up to 8; a GPU takes what fits
-    (train/memory.py)."""
+    """The micro-batch size: the setting, else the largest that suits, up to 8. A run on GPUs takes what fits
+    (plan/gpu_memory.py)."""
     return config.train.micro_batch_size or max(size for size in micro_batch_sizes(config, world_size) if size <= USUAL)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
-from megalite.config.schema import TrainConfig
+from megalite.config.schema import Config, TrainConfig
 
 MOST_SIZES = 10_000
 
@@ -57,3 +57,11 @@ def planned_steps(train: TrainConfig, *, done: int, samples: int) -> Iterator[Pl
         sequences = sizes[-1 if samples >= growing else samples * (len(sizes) - 1) // growing]
         yield PlannedStep(step, samples, sequences, step in skipped)
         samples += sequences
+
+
+def micro_batch_is_fixed(config: Config) -> bool:
+    """Whether memory must not choose the micro-batch size: another one would be another training, where experts'
+    balance or capacity counts by microbatch, or other bits, where a run must repeat."""
+    moe = config.model.moe
+    counted = (moe.aux_loss == "microbatch" and moe.aux_loss_coeff > 0) or moe.capacity_factor is not None
+    return config.train.deterministic or (moe.num_experts > 0 and counted)

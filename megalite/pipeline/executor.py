@@ -220,12 +220,8 @@ class MicrobatchGraph:
 
     def __call__(self, batch: Batch, scale: Tensor) -> Tensor:
         """Adds the microbatch's gradients; its loss, as `GPT.loss` scales it."""
-        if batch.tokens.shape != self._shape:
-            self._shape, self._seen, self._repeat = (
-                batch.tokens.shape,
-                0,
-                None,
-            )  # the first, or the loop has halved them
+        if batch.tokens.shape != self._shape:  # of the first, or the loop has halved them
+            self._shape, self._seen, self._repeat = batch.tokens.shape, 0, None
             self._times.clear()
         self._seen += 1
         if self._seen <= FIRST or self.wanted is False:
@@ -258,6 +254,8 @@ class MicrobatchGraph:
         except Exception as error:  # whatever a kernel's own compiler raises
             # torch is left on the capture's stream and, up to 2.11, with its memory (pytorch#180395): no way goes on.
             advice = "train.cuda_graph=false starts kernels one by one"
+            if isinstance(error, torch.OutOfMemoryError):
+                advice = f"memory is short: {advice}, and a smaller train.micro_batch_size needs less"
             raise RuntimeError(f"microbatches cannot be a CUDA graph here: {advice}") from error
         return repeat
 

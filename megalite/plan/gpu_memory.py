@@ -9,15 +9,17 @@ equal shares of the rows.
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megalite.config.derive import USUAL, derive, micro_batch_sizes, schedule_request
+from megalite.config.derive import derive, micro_batch_sizes, schedule_request
 from megalite.config.files import read_yaml
 from megalite.config.layout import exchange_of, local_heads, stage_settings
+from megalite.config.rules import schedule_flaws
 from megalite.config.schema import Config
 from megalite.config.settings import with_values
+from megalite.config.step_plan import batch_sizes, micro_batch_is_fixed
 from megalite.errors.problems import UserError
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.stages import stages_of
@@ -54,30 +56,50 @@ class Memory:
 
 def fit_micro_batch(config: Config, context: "ParallelContext") -> Config:
     """The micro-batch size becomes the largest that all GPUs have room for, the smallest where none has; a run that
-    goes on keeps what it had, if that suits and fits. Collective."""
+    goes on keeps what it had, if that suits and fits. It stays where memory must not decide. Collective."""
     import torch
 
-    world, kept = context.layout, None
-    room = torch.cuda.mem_get_info(context.device)[0] + torch.cuda.memory_reserved(context.device)
-    sizes = micro_batch_sizes(config, world.world_size)
-    own = largest_that_fits(config, sizes, world, context.rank, room)
-    size = min(size for (size,) in context.gather_json([own]))
-    if context.rank == 0:
-        with suppress(UserError, LookupError, TypeError):  # no run is there, or a torn one: the folder is judged later
-            kept = read_yaml(Path(config.run_dir, "config.yaml"))["train"]["micro_batch_size"]
-    kept = context.gather_json([kept])[0][0]
-    return with_size(config, kept if kept in sizes and kept < size else size, world.world_size)
+    from megalite.launch.context import all_ranks_or_raise, rank0_broadcast
+
+    if micro_batch_is_fixed(config):
+        return config
+    world = context.layout
+    sizes = [size for size in micro_batch_sizes(config, world.world_size) if _suits(config, size, world.world_size)]
+    kept = rank0_broadcast(context, lambda: _recorded(config))
+
+    def own() -> tuple[int, bool]:
+        room = torch.cuda.mem_get_info(context.device)[0] + torch.cuda.memory_reserved(context.device)
+        largest = largest_that_fits(config, sizes, world, context.rank, room)
+        return largest, kept in sizes and _fits(config, kept, world, context.rank, room)
+
+    found = context.gather_json([*all_ranks_or_raise(context, own)])
+    size = kept if all(fits for _, fits in found) else min(largest for largest, _ in found)
+    return with_size(config, size, world.world_size)
+
+
+def _suits(config: Config, size: int, world_size: int) -> bool:
+    """Whether every batch of the run is a sound schedule of microbatches of that size."""
+    request, batches = schedule_request(with_size(config, size, world_size), world_size), batch_sizes(config.train)
+    counts = {request.microbatches * batch // batches[-1] for batch in batches}
+    return not any([*schedule_flaws(replace(request, microbatches=count))] for count in counts)
+
+
+def _recorded(config: Config) -> int:
+    """The micro-batch size of the run that goes on; 0: no run is there, or a torn one, which is judged later."""
+    with suppress(UserError, LookupError, TypeError, ValueError):
+        return int(read_yaml(Path(config.run_dir, "config.yaml"))["train"]["micro_batch_size"])
+    return 0
 
 
 def largest_that_fits(config: Config, sizes: Sequence[int], world: ParallelLayout, rank: int, room: int) -> int:
     """The largest of the ascending micro-batch sizes that this rank has `room` for, in bytes; else the smallest."""
-    moe, most = config.model.moe, MOST_TOKENS * config.parallel.cp // config.train.seq_length
-    if moe.num_experts and ((moe.aux_loss == "microbatch" and moe.aux_loss_coeff) or moe.capacity_factor is not None):
-        most = min(most, USUAL)  # another size would be another training, and that must not depend on a GPU
-    for size in reversed([size for size in sizes if size <= most]):
-        if rank_memory(with_size(config, size, world.world_size), world, rank).total <= (1 - MARGIN) * room:
-            return size
-    return sizes[0]
+    most = MOST_TOKENS * config.parallel.cp // config.train.seq_length
+    fitting = (size for size in reversed(sizes) if size <= most and _fits(config, size, world, rank, room))
+    return next(fitting, sizes[0])
+
+
+def _fits(config: Config, size: int, world: ParallelLayout, rank: int, room: int) -> bool:
+    return rank_memory(with_size(config, size, world.world_size), world, rank).total <= (1 - MARGIN) * room
 
 
 def with_size(config: Config, size: int, world_size: int) -> Config:

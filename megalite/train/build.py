@@ -257,7 +257,14 @@ def graph_of(config: Config, context: ParallelContext) -> bool | None:
     never been one on a GPU, nor where runs must repeat: a time that is measured may choose otherwise the next time."""
     asked: bool | None = value_of(config, CUDA_GRAPH)
     model, documents = config.model, not config.data.cross_document_attention
-    new = (documents, model.moe.num_experts, model.dropout, model.attention_dropout, model.embedding_dropout)
+    new = (
+        documents,
+        config.train.attention == "flex",
+        model.moe.num_experts,
+        model.dropout,
+        model.attention_dropout,
+        model.embedding_dropout,
+    )
     if asked is None and (any(new) or config.train.deterministic or context.world_size > 1 or context.device == CPU):
         return False
     return asked

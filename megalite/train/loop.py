@@ -28,7 +28,7 @@ from megalite.config.files import write_atomically
 from megalite.config.schedule_request import SPLITTING
 from megalite.config.schema import Config
 from megalite.config.settings import DERIVED, OPEN, as_plain, value_of, with_values
-from megalite.config.step_plan import planned_steps
+from megalite.config.step_plan import micro_batch_is_fixed, planned_steps
 from megalite.data.batches import StepBatches, train_batches, validation_batches
 from megalite.data.open import OpenedData
 from megalite.errors.problems import Problem, UserError, refuse, several
@@ -112,11 +112,11 @@ class Job:
 
 
 def train(job: Job) -> None:
-    """All remaining steps, or as many as pass until a stop is asked for; the last state is saved. Where the first step
-    finds no memory, it is done again, once, with half the microbatch."""
+    """All remaining steps, or as many as pass until a stop is asked for; the last state is saved. Where memory runs out
+    before the first update, they begin again, once, with half the microbatch."""
     train_step = TrainStep(job.training, job.config.optimizer, job.context)
     half, rest = divmod(job.config.train.micro_batch_size, 2)
-    chosen = MICRO in job.config.derived and not rest
+    chosen = MICRO in job.config.derived and not rest and not micro_batch_is_fixed(job.config)
     alone = job.context.world_size == 1 and job.config.parallel.schedule not in SPLITTING  # no work is put off
     try:
         return take_steps(job, train_step)
@@ -127,7 +127,9 @@ def train(job: Job) -> None:
     job.config = with_values(job.config, {MICRO: half})
     gc.collect()
     torch.cuda.empty_cache()  # does nothing on a CPU
-    job.log.note(f"out of memory in the first step: it begins again with {MICRO}={half}, which was {2 * half}")
+    job.log.note(
+        f"out of memory before the first update: the step begins again with {MICRO}={half}, which was {2 * half}"
+    )
     record_settings(job)
     return take_steps(job, train_step)
 
@@ -139,7 +141,7 @@ def record_settings(job: Job) -> None:
 
 
 def take_steps(job: Job, train_step: TrainStep) -> None:
-    """The same, without a second try."""
+    """All remaining steps; an out-of-memory error is raised."""
     config, saver, clock, settings = job.config, job.saver, job.training.clock, job.config.train
     meter = Meter(config, job.context, job.measured)
     device, evaluates = job.context.device, job.data.validation is not None
