@@ -16,6 +16,7 @@ Sources: Shoeybi et al. 2019 (arXiv 1909.08053), section 3; Korthikanti et al. 2
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -99,8 +100,10 @@ class _Linear(torch.autograd.Function):
         gathering = group if ctx.sequence_parallel and wants_weight else None
         x_grad = weight_grad = bias_grad = None
 
+        weight_gradient = partial(_weight_gradient, grad, main_grad=ctx.main_grad, fp8=ctx.fp8)
+
         if wants_weight and ctx.main_grad is not None and ctx.deferred is not None and ctx.deferred.active:
-            _put_off(ctx.deferred, grad, x.detach(), ctx.main_grad, ctx.fp8, gathering)  # x itself would hold its graph
+            _put_off(ctx.deferred, weight_gradient, x.detach(), gathering)  # x itself would hold its graph
             wants_weight, gathering = False, None
 
         if gathering is not None:
@@ -112,7 +115,7 @@ class _Linear(torch.autograd.Function):
         if gathering is not None:
             x = finish(x)
         if wants_weight:
-            weight_grad = _weight_gradient(grad, x, ctx.main_grad, ctx.fp8)
+            weight_grad = weight_gradient(x)
         if wants_bias:
             bias_grad = _bias_gradient(grad, before_activation=ctx.before_activation)
         if x_grad is not None and group is not None:
@@ -121,20 +124,15 @@ class _Linear(torch.autograd.Function):
 
 
 def _put_off(
-    deferred: DeferredWork,
-    grad: Tensor,
-    x: Tensor,
-    main_grad: Tensor,
-    fp8: Recipe | None,
-    gathering: TensorGroup | None,
+    deferred: DeferredWork, weight_gradient: Callable[[Tensor], object], x: Tensor, gathering: TensorGroup | None
 ) -> None:
-    """The weight's gradient is computed later, from the gradient of the output and this rank's x."""
+    """The weight's gradient is computed later, from this rank's x."""
     if gathering is None:
-        deferred.put(lambda: _weight_gradient(grad, x, main_grad, fp8))
+        deferred.put(lambda: weight_gradient(x))
         return
     gathered: list[Tensor] = []
     deferred.put(
-        work=lambda: _weight_gradient(grad, finish(gathered.pop()), main_grad, fp8),
+        work=lambda: weight_gradient(finish(gathered.pop())),
         begin=lambda: gathered.append(start_all_gather(x, gathering)),
     )
 
@@ -142,20 +140,19 @@ def _put_off(
 def _weight_gradient(grad: Tensor, x: Tensor, main_grad: Tensor | None, fp8: Recipe | None) -> Tensor | None:
     """grad^T x for grad [..., n], x [..., k]: returned, or added to the main gradient."""
     grad, x = grad.flatten(0, -2), x.flatten(0, -2)
-    rounded = fp8_weight_gradient(grad, x, fp8.scales) if fp8 is not None and fp8.weight_gradients else None
+    product = fp8_weight_gradient(grad, x, fp8.scales) if fp8 is not None and fp8.weight_gradients else None
     if main_grad is None:
-        return torch.mm(grad.t(), x) if rounded is None else rounded.to(grad.dtype)
-    shape = grad.shape[1], x.shape[1]
+        return torch.mm(grad.t(), x) if product is None else product.to(grad.dtype)
+    shape, add = (grad.shape[1], x.shape[1]), add_transposed_product
     if torch.compiler.is_compiling():
         assert main_grad.shape == shape, "compiled by torch 2.11, a change to a view goes to the wrong place"
+        add = compiled_add_transposed_product
     else:
         main_grad = main_grad.view(shape)
-    if rounded is not None:
-        main_grad.add_(rounded)
-    elif torch.compiler.is_compiling():
-        compiled_add_transposed_product(main_grad, grad, x)
+    if product is None:
+        add(main_grad, grad, x)
     else:
-        add_transposed_product(main_grad, grad, x)
+        main_grad.add_(product)
     return None
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels.fp8 import E4M3, E5M2, OF_GRADIENTS, Recipe, fp8_weight_gradient, rounded
+from megalite.kernels.fp8 import E4M3, E5M2, OF_GRADIENTS, Recipe, _transposed, fp8_weight_gradient, rounded
 from megalite.tensor_parallel.deferred import DeferredWork
 from megalite.tensor_parallel.linear import linear
 
@@ -158,20 +158,34 @@ def test_weight_gradients_are_as_near_as_the_bits_of_both_formats_allow(recipe: 
     assert not torch.allclose(found.double(), grad.double().t() @ x.double(), rtol=2**-9, atol=0)
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("tokens", [160, 16, 1040])
-def test_weight_gradients_on_cuda_are_those_of_a_cpu(recipe: str, tokens: int) -> None:
-    """Which multiplies the same rounded numbers, and sums in fp32 too."""
-    if torch.cuda.get_device_capability() < (8, 9):
+def test_weight_gradients_of_small_whole_numbers_are_exact(device: str, recipe: str, tokens: int) -> None:
+    """Both formats hold them. A GPU's fp8 products keep 13 bits behind the largest term of 128, whose sum is 11 bits."""
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU cannot multiply fp8 matrices")
     generator = torch.Generator().manual_seed(2)
-    x, grad = (torch.randn(tokens, width, generator=generator).bfloat16() for width in (32, 272))
-    x, grad = x * 10.0 ** (torch.arange(tokens) % 5 - 2).bfloat16()[:, None], grad * 1e-6
-    found = fp8_weight_gradient(grad.cuda(), x.cuda(), recipe).cpu()
-    wanted, sizes = weight_gradient(grad, x, recipe)
-    assert ((found.double() - wanted).abs() <= 2**-12 * sizes).all(), "sums keep more bits than a factor has"
-    assert_within_the_formats_bits(found, grad, x, recipe)
+    x, grad = (torch.randint(-4, 5, (tokens, width), generator=generator).double() for width in (32, 272))
+    wanted, sizes = grad.t() @ x, 2.0 ** (torch.arange(tokens) % 5 - 2)[:, None]
+    x, grad = (x * sizes).to(device, torch.bfloat16), (grad * 2.0**-40 / sizes).to(device, torch.bfloat16)
+    assert torch.equal(fp8_weight_gradient(grad, x, recipe).cpu().double(), wanted * 2.0**-40)
+    for bad in (torch.inf, torch.nan):
+        for tensor, hit in ((x, (slice(None), 5)), (grad, (5,))):
+            kept, tensor[3, 5] = tensor[3, 5].clone(), bad
+            assert fp8_weight_gradient(grad, x, recipe)[hit].isnan().all()
+            tensor[3, 5] = kept
+
+
+@pytest.mark.gpu
+def test_cuda_transposes_and_rounds_as_a_cpu_does() -> None:
+    generator = torch.Generator().manual_seed(2)
+    for tokens, width in ((160, 272), (129, 127), (1, 5)):
+        x = torch.randn(tokens, width, generator=generator).bfloat16()
+        scale = 2.0 ** (torch.arange(tokens) % 31 - 13)[:, None]  # none overflows, some are below the least number
+        for inputs in ((x, scale, E5M2), (rounded(x, E4M3, "rowwise")[0].view(torch.uint8), None, E4M3)):
+            found = _transposed(*(it.cuda() if isinstance(it, Tensor) else it for it in inputs)).cpu()
+            assert torch.equal(found.view(torch.uint8), _transposed(*inputs).view(torch.uint8))
 
 
 def assert_near(found: Tensor | None, wanted: Tensor, sizes: Tensor) -> None:

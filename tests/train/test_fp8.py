@@ -43,7 +43,7 @@ def compare(folder: Path, steps: int, batch: int, width: int, bound: float) -> N
     assert plain["fp32"][-1] < 0.7 * plain["fp32"][0]
     for recipe in (*RECIPES, *(f"{recipe} train.fp8_weight_gradients=true" for recipe in RECIPES)):
         settings = f"precision=bf16 train.fp8={recipe}".split()
-        found = losses(folder, recipe.replace(" ", "_"), steps, batch, *settings)
+        found = losses(folder, recipe.split("=")[0], steps, batch, *settings)
         assert found != plain["bf16"]
         far = {name: farthest(found, wanted, width) for name, wanted in plain.items()}
         print(recipe, far, found[-1])
