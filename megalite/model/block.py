@@ -93,7 +93,7 @@ class Block(nn.Module):
         compiled = partial(torch.compile, fullgraph=True, dynamic=False, options=options)
         attention = self.attention
         if self.moe is not None:
-            self.moe.experts.compiled = attention.device.type == "cuda"
+            self.moe.experts.compiled = self.moe.router.compiled = attention.device.type == "cuda"
         if attention.context is None:
             part = "forward" if self.moe is None else "attend"
             setattr(self, part, compiled(getattr(self, part)))

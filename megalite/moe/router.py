@@ -6,13 +6,14 @@ the scores plus these, which no weight contains (loss-free balancing, arXiv 2408
 sum as the softmax of their logarithms: however far below zero the logits are, the sum is 1 and has its gradient.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megalite.config.schema import MoEConfig
+from megalite.kernels.products import wide_product
 
 
 class Choice(NamedTuple):
@@ -31,14 +32,14 @@ class Router(nn.Module):
 
     def __init__(self, config: MoEConfig, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.moe = config
+        self.moe, self.compiled = config, False
         self.weight = nn.Parameter(torch.empty(config.num_experts, hidden_size, dtype=dtype, device=device))
         self.register_buffer("expert_bias", torch.zeros(config.num_experts, dtype=dtype, device=device))
         self.register_buffer("share", torch.full_like(self.expert_bias, 1 / config.num_experts))
 
     def logits(self, x: Tensor) -> Tensor:
         """[t, h] -> [t, E]"""
-        return _WideProduct.apply(x, self.weight)  # type: ignore[no-any-return]
+        return wide_product(x, self.weight, by_terms=self.compiled)
 
     def choose(self, logits: Tensor) -> Choice:
         """The experts of each token and their weights, both the largest score first."""
@@ -71,22 +72,6 @@ class Router(nn.Module):
     def probabilities(self, logits: Tensor) -> Tensor:
         """What balancing losses take for the router's distribution: [t, E], the sum over the experts is 1."""
         return (logits if self.moe.score == "softmax" else F.logsigmoid(logits)).softmax(1)
-
-
-class _WideProduct(torch.autograd.Function):
-    """x weight^T in the weight's precision. What is kept for backward is x as it came, of half the size in bf16, and
-    of none where a norm is computed again."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return F.linear(x.to(weight.dtype), weight)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        x, weight = ctx.saved_tensors
-        (grad,) = grads
-        return (grad @ weight).to(x.dtype), grad.t() @ x.to(weight.dtype)
 
 
 def count_choices(experts: Tensor, num_experts: int) -> Tensor:
