@@ -86,11 +86,9 @@ def _transposed(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     if not x.is_cuda:
         bits = x.view(dtype) if scale is None else (x.to(scale.dtype) / scale).to(dtype)
         return bits.t().clone(memory_format=torch.contiguous_format)
-    from megalite.kernels.transposed import write_transposed  # imports triton
+    from megalite.kernels.transposed import transposed  # imports triton
 
-    out = x.new_empty(x.shape[1], x.shape[0], dtype=dtype)
-    write_transposed(out.view(torch.uint8) if scale is None else out, x, scale)
-    return out
+    return transposed(x, scale, dtype)
 
 
 @_transposed.register_fake

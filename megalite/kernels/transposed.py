@@ -3,6 +3,7 @@
 A compiler joins a transposition with a pass over rows where it can, and then writes each byte apart.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -10,11 +11,13 @@ from torch import Tensor
 TILE = 128  # rows and columns
 
 
-def write_transposed(out: Tensor, x: Tensor, scale: Tensor | None) -> None:
-    """out [k, m] = the transpose of x [m, k], divided by scale [m, 1], powers of two, and rounded."""
+def transposed(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """x [m, k] divided by scale [m, 1], powers of two, and rounded; or bytes x of numbers of the dtype -> [k, m]."""
     m, k = x.shape
+    out = x.new_empty(k, m, dtype=x.dtype if scale is None else dtype)
     grid = (triton.cdiv(k, TILE), triton.cdiv(m, TILE))
     _write_transposed[grid](out, x.contiguous(), scale, m, k, tile=TILE, scaled=scale is not None, num_warps=8)
+    return out.view(dtype)
 
 
 @triton.jit  # type: ignore[untyped-decorator]

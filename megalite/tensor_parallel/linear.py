@@ -99,7 +99,6 @@ class _Linear(torch.autograd.Function):
         group: TensorGroup | None = ctx.group
         gathering = group if ctx.sequence_parallel and wants_weight else None
         x_grad = weight_grad = bias_grad = None
-
         weight_gradient = partial(_weight_gradient, grad, main_grad=ctx.main_grad, fp8=ctx.fp8)
 
         if wants_weight and ctx.main_grad is not None and ctx.deferred is not None and ctx.deferred.active:
@@ -123,16 +122,14 @@ class _Linear(torch.autograd.Function):
         return x_grad, weight_grad, bias_grad, None, None, None, None, None, None
 
 
-def _put_off(
-    deferred: DeferredWork, weight_gradient: Callable[[Tensor], object], x: Tensor, gathering: TensorGroup | None
-) -> None:
-    """The weight's gradient is computed later, from this rank's x."""
+def _put_off(deferred: DeferredWork, add: Callable[[Tensor], Any], x: Tensor, gathering: TensorGroup | None) -> None:
+    """`add`, which computes and adds the weight's gradient, is called later with x, gathered from this rank's."""
     if gathering is None:
-        deferred.put(lambda: weight_gradient(x))
+        deferred.put(lambda: add(x))
         return
     gathered: list[Tensor] = []
     deferred.put(
-        work=lambda: weight_gradient(finish(gathered.pop())),
+        work=lambda: add(finish(gathered.pop())),
         begin=lambda: gathered.append(start_all_gather(x, gathering)),
     )
 

@@ -162,7 +162,7 @@ def test_weight_gradients_are_as_near_as_the_bits_of_both_formats_allow(recipe: 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("tokens", [160, 16, 1040])
 def test_weight_gradients_of_small_whole_numbers_are_exact(device: str, recipe: str, tokens: int) -> None:
-    """Both formats hold them. A GPU's fp8 products keep 13 bits behind the largest term of 128, whose sum is 11 bits."""
+    """Both formats hold them. A GPU's fp8 products keep 13 bits behind the largest term, and sums of 128 have 11."""
     if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU cannot multiply fp8 matrices")
     generator = torch.Generator().manual_seed(2)
