@@ -117,7 +117,7 @@ def _run(device: torch.device, folder: Path, count: int, *more: str, kill_after:
 
 def gpu_tests(device: torch.device) -> Figures:
     """All tests that need a GPU, four at a time."""
-    marked = re.compile(r"pytest\.mark\.gpu[)\n]")
+    marked = re.compile(r"pytest\.mark\.gpu[)\n]|triton_device: ")
     files = [str(path) for path in sorted(ROOT.glob("tests/**/test_*.py")) if marked.search(path.read_text())]
     options = ["-m", "gpu", "-p", "no:cacheprovider", "-rf", "-W", "ignore", "--tb=short", "--show-capture=no"]
     workers = "4" if device.type == "cuda" else "0"

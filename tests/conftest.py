@@ -65,6 +65,18 @@ def fresh_compiler() -> None:
     torch.compiler.reset()
 
 
+@pytest.fixture(params=["interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
+def triton_device(request: pytest.FixtureRequest) -> str:
+    """Where kernels written in Triton run: on a GPU or, for `TRITON_INTERPRET=1`, in numpy. Triton must see that when
+    it is imported."""
+    if request.param == "cuda":
+        return "cuda"
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs TRITON_INTERPRET=1 and triton")
+    pytest.importorskip("triton")
+    return "cpu"
+
+
 def _has_gpu() -> bool:
     import torch
 

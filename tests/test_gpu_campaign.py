@@ -118,7 +118,8 @@ def test_the_tests_of_the_campaign_are_those_marked_gpu_and_none_that_passes_is_
     with pytest.raises(AssertionError):
         rungs.gpu_tests(torch.device("cuda"))
     files = {Path(word) for word in commands[0] if word.endswith(".py")}
-    marked = {path for path in ROOT.glob("tests/**/test_*.py") if re.search(r"mark\.gpu[)\n]", path.read_text())}
+    marker = r"mark\.gpu[)\n]|triton_device[:] "  # the fixture of conftest.py has the mark
+    marked = {path for path in ROOT.glob("tests/**/test_*.py") if re.search(marker, path.read_text())}
     assert files == marked - {Path(__file__)}, "this one only speaks of them"
 
 

@@ -43,6 +43,8 @@ INERT: list[Inert] = [
     ("cp_comm", "alltoall+ring", "cp_alltoall"),
     ("num_experts", 1, "ep"),
     ("score", "softmax", "pre_softmax"),
+    ("optimizer.name", "muon", " ".join(name for name in SETTINGS if name.startswith("optimizer.muon."))),
+    ("optimizer.muon.scale", "match_adamw", "rms"),
     ("precision", "fp16", "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
 ]
 # The same where the command itself gives the settings: what a preset or a recipe says besides may stay unused.
