@@ -33,17 +33,20 @@ CLASHES: list[tuple[str, Values, str, Values, str]] = [
     ("expert_bias_rate", bool, "score", {"softmax"}, "with {1} a bias moves the scores of all experts"),
     ("cuda_graph", {True}, "device", {"cpu"}, NO_EFFECT),
     ("fp8", bool, "precision", NOT_BF16, "fp8 stands in for products of bf16 numbers, not with {1}"),
+    ("fp8_weight_gradients", {True}, "train.fp8", {None}, NO_EFFECT),
     ("gradient_dtype", {"bf16"}, "precision", NOT_BF16, "does not go with {1}"),
     ("communication_dtype", {"bf16"}, "precision", {"fp64"}, "does not go with {1}"),
     ("moment_dtype", {"bf16"}, "precision", {"fp64"}, "does not go with {1}"),
+    ("ownership", {"even"}, "optimizer.name", {"muon"}, "{1} updates whole matrices"),
     ("communication_dtype", {"fp32"}, "gradient_dtype", {"bf16"}, "with {1} it sends twice the bytes of rounded sums"),
 ]
 
 
 @cache
 def full_name(word: str) -> str:
-    """The setting that ends on these words, or the name of no setting as it is."""
-    found = [name for name in SETTINGS if name == word or (word not in SETTINGS and name.endswith(f".{word}"))]
+    """The setting with the fewest words that ends on these, or the name of no setting as it is."""
+    found = [name for name in SETTINGS if name == word or name.endswith(f".{word}")]
+    found = [name for name in found if name.count(".") == min(each.count(".") for each in found)]
     assert len(found) < 2, f"{word} can be any of {found}"
     return found[0] if found else word
 

@@ -41,7 +41,8 @@ TRAINING = {
     *("optimizer.communication_dtype", "optimizer.initial_loss_scale", "optimizer.min_loss_scale"),
     *("optimizer.loss_scale_window", "optimizer.hysteresis"),
 }
-LATER = ("optimizer.name",)  # settings of later versions, whose defaults leave the names of older runs as they are
+# Settings of later versions, whose defaults leave the names of older runs as they are.
+LATER = {"optimizer.name", *(name for name in SETTINGS if name.startswith("optimizer.muon."))}
 
 
 def derive(config: Config, world_size: int = 1) -> Config:

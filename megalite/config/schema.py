@@ -158,6 +158,7 @@ class TrainConfig:
     attention: str = setting("auto", "auto: cuDNN or flash, for documents flex", choices="auto|cudnn|flash|flex|fa4")
     deterministic: bool = setting(False, "CUDA: additions in one order, so that runs repeat bit for bit")
     fp8: str | None = setting(None, "precision=bf16: inner blocks multiply fp8 numbers", choices="tensorwise|rowwise")
+    fp8_weight_gradients: bool = setting(False, "fp8: weight gradients multiply fp8 numbers, too")
     max_bad_steps: int = setting(10, "stop after this many in a row without a finite loss or gradient", at_least=1)
     check_replicas_every: int = setting(100, "steps between checks that replicas are equal; 0: none", at_least=0)
     record_pipeline: int = setting(0, "steps between recordings of the pipeline's times; 0: none", at_least=0)
@@ -172,7 +173,27 @@ class TrainConfig:
 
 # The dtypes of what each optimizer keeps of an element beside its master, for matrices and for all other parameters;
 # "moment_dtype" stands for the setting.
-OPTIMIZERS = {"adamw": (("moment_dtype", "fp32"), ("moment_dtype", "fp32"))}
+OPTIMIZERS = {
+    "adamw": (("moment_dtype", "fp32"), ("moment_dtype", "fp32")),
+    "muon": (("fp32",), ("moment_dtype", "fp32")),
+}
+
+
+@dataclass
+class MuonConfig:
+    """Muon for the matrices of blocks, r rows by c columns each; AdamW updates all else (docs/optimizer.md)."""
+
+    lr: float | None = setting(None, "peak learning rate of matrices; null: optimizer.lr", above=0)
+    weight_decay: float | None = setting(None, "of matrices; null: optimizer.weight_decay", at_least=0)
+    momentum: float = setting(0.95, "share of itself that momentum keeps in a step", at_least=0, below=1)
+    nesterov: bool = setting(True, "the gradient enters the update once more, beside its share of the momentum")
+    coefficients: str = setting("jordan", "the polynomials", choices="jordan|quintic|polar_express|deepseek_v4")
+    steps: int | None = setting(None, "how many of them, the last one repeated; null: all of the table", at_least=1)
+    scale: str = setting("match_adamw", "by r and c, docs/optimizer.md", choices="match_adamw|max_ratio|ratio")
+    rms: float = setting(0.2, "root mean square of an update with match_adamw", above=0)
+    qkv: str = setting("projection", "orthogonalised for themselves: q, k and v, or heads", choices="projection|head")
+    router: bool = setting(True, "routers are matrices, too")
+    dtype: str | None = setting(None, "of the products; null: bf16 on CUDA, else fp32", choices="fp32|bf16")
 
 
 @dataclass
@@ -193,7 +214,7 @@ class OptimizerConfig:
     instances: int = setting(1, "copies of the sharded state, each over some dp ranks (hybrid sharding)", at_least=1)
     bucket_size: int | None = setting(None, "elements of a gradient bucket; null: by model and ranks", at_least=1)
     overlap: bool = setting(True, "gradients travel during the backward pass, parameters during the next forward")
-    ownership: str = setting("even", "cuts of a bucket's state: equal, or at matrices", choices="even|whole")
+    ownership: str | None = setting(None, "cuts of state; null: even, with muon at matrices", choices="even|whole")
     gradient_dtype: str = setting("fp32", "type of gradient sums; bf16: with precision=bf16", choices="fp32|bf16")
     communication_dtype: str = setting(None, "type of gradients sent; null: gradient_dtype", choices="fp32|bf16")
     moment_dtype: str = setting("fp32", "type of the first moment; the second is fp32", choices="fp32|bf16")
@@ -201,6 +222,8 @@ class OptimizerConfig:
     min_loss_scale: float = setting(1.0, "fp16: the scale never falls below this", above=0, at_most=2.0**32)
     loss_scale_window: int = setting(1000, "fp16: steps without an overflow after which the scale doubles", at_least=1)
     hysteresis: int = setting(2, "fp16: overflows since the scale last doubled that halve it", at_least=1)
+
+    muon: MuonConfig = field(default_factory=MuonConfig)
 
 
 @dataclass

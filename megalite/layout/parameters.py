@@ -49,6 +49,7 @@ class ParameterRecord:
     partial_over: tuple[Group, ...] = ()  # the groups whose ranks each have a share of the gradient, to be summed
     of_experts: bool = False  # dim 0 is divided over ep
     precision: Precision = "model"  # master: the model computes with it in that of the masters
+    heads: bool = False  # [groups, queries + 2, head size, inputs]: the queries, the key and the value of each group
     stacked: int | None = None  # how many first dims count matrices; None: to an optimizer it is no matrix (a table)
 
     @property

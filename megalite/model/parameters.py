@@ -68,7 +68,8 @@ def _block(layer: int, config: ModelConfig, on_sequence: Groups) -> Iterator[Par
 
     def linear(of: str, outputs: tuple[int, ...], inputs: int, std: float, split: Split) -> Iterator[ParameterRecord]:
         weight = _weight(f"{name}.{of}.weight", (*outputs, inputs), std, split)
-        yield replace(weight, stacked=0 if of == "attention.qkv" else len(outputs) - 1)
+        heads = split == GROUPS
+        yield replace(weight, heads=heads, stacked=0 if heads else len(outputs) - 1)
         if config.bias:
             of_outputs = split.dim < len(outputs)  # else the bias is whole, and added after the sum over ranks
             partial_over = () if of_outputs else on_sequence

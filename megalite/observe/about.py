@@ -42,9 +42,8 @@ def open_views(job: Job, terminal: Terminal, note: Note) -> dict[str, View]:
 
 def start_fields(job: Job) -> dict[str, Any]:
     """The fields of a start's event: how to start the run again, and on what it runs."""
-    device = f"CPU, {several(torch.get_num_threads(), 'thread')} per rank"
-    if job.context.device.type == "cuda":
-        device = torch.cuda.get_device_name(job.context.device)
+    cpu = f"CPU, {several(torch.get_num_threads(), 'thread')} per rank"
+    device = torch.cuda.get_device_name(job.context.device) if job.context.device.type == "cuda" else cpu
     submitted = os.environ.get("MEGALITE_COMMAND")  # set by a batch script: what submits it again
     return {
         "command": submitted or launch_command(read_environment(os.environ), sys.argv),
@@ -89,12 +88,12 @@ def resolved(job: Job, device: str) -> list[list[str]]:
 
 
 def memory_lines(job: Job) -> Iterator[list[str]]:
-    """What training takes of this rank's GPU by the formula (plan/gpu_memory.py)."""
+    """What training takes of rank 0's GPU by the formula (plan/gpu_memory.py)."""
     if job.context.device.type == "cuda":
         memory = rank_memory(job.config, job.context.layout, job.context.rank)
         has, parts = torch.cuda.mem_get_info(job.context.device)[1], asdict(memory).items()
         words = ", ".join(f"{name} {size / 2**30:,.1f}" for name, size in parts)
-        yield ["memory", f"{memory.total / 2**30:,.1f} GiB of {has / 2**30:,.1f} needed: {words}"]
+        yield ["memory", f"{memory.total / 2**30:,.1f} GiB of {has / 2**30:,.1f} needed on rank 0: {words}"]
 
 
 def versions() -> dict[str, str]:

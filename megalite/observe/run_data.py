@@ -142,6 +142,8 @@ class RunData:
                 self.not_finite.add(step)
             case "record_changed":
                 self.damage.append(str(event.get("message")))
+            case "settings_changed":
+                self.config |= event["settings"]
             case "straggler":
                 self.slow.add(event["rank"])
         self.end = event if kind in ENDS else self.end
@@ -166,14 +168,14 @@ def read_run(folder: Path) -> RunData:
     with refusing(config):
         if not isinstance(settings, dict):
             raise ValueError("holds no settings")
-    derived = {*(settings.pop(DERIVED, None) or [])}
-    run = RunData(folder, leaves(settings), derived)
+    run = RunData(folder, {}, {*(settings.pop(DERIVED, None) or [])})
     records = read_metrics(folder / METRICS, run.damage.append)
     once = {(record["step"], "val_loss" in record): record for record in records}
     if len(once) < len(records) or list(once) != sorted(once):
         run.damage.append(f"{METRICS}: lines repeat steps or are not in order; the last line of each step is shown")
     for record in [*(once[key] for key in sorted(once)), *read_events(folder / EVENTS, run.damage.append)]:
         run.add(record)
+    run.config = leaves(settings)  # later than any event
     for step, checkpoint in committed(folder / CHECKPOINTS)[:1]:
         with suppress(UserError):  # a damaged checkpoint is the next start's concern
             found = changes(folder, read_object(checkpoint / STATE).get("record") or {}, step)

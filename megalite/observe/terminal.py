@@ -23,7 +23,7 @@ from megalite.train.history import ENDS
 
 NAMES_EVERY = 20  # lines between two lines of column names
 PREPARING_S = 10  # seconds between two lines about the preparation of data
-NOTED = ("skipped", "skipped_on_request", "empty", "straggler", "profile", "checkpoint_failed")  # kinds of events
+NOTED = ("skipped", "skipped_on_request", "empty", "straggler", "profile", "checkpoint_failed", "settings_changed")
 COLUMNS: tuple[tuple[str, str, int, Callable[[float], str]], ...] = (  # of a step: record's name, title, width, text
     ("loss", "loss", 8, readable.loss),
     ("lr", "lr", 8, "{:.2e}".format),
@@ -134,8 +134,10 @@ def data_work(terminal: Terminal, doing: str, done: str) -> Callable[[int, int, 
 
 def what_was_learned(run: RunData, seconds: float) -> list[tuple[str, str]]:
     """Rows of the summary. `seconds`: of this start."""
-    last, (mean, newest) = run.last, (run.last.get(name, 0.0) for name in ("mean_tokens_per_s", "tokens_per_s"))
-    speed = f"{readable.rate(mean)} tokens/s, in the newest steps {readable.rate(newest)}"
+    last, speed = run.last, f"{readable.rate(run.last.get('mean_tokens_per_s', 0.0))} tokens/s"
+    if "median_step_time_s" in (end := run.end or {}):
+        steady = readable.rate(end["median_tokens_per_s"]), readable.step_time(end["median_step_time_s"])
+        speed = "{} tokens/s, {} a step (medians); over all steps {}".format(*steady, speed)
     rows = [("time", readable.duration(seconds)), ("speed", speed), ("tokens seen", f"{last.get('tokens', 0):,}")]
     first, first_validation = (readable.loss(run.series[name].first) for name in ("loss", "val_loss"))
     if last:

@@ -25,7 +25,7 @@ from typing import Any
 from megalite.config.files import read_object, write_atomically
 from megalite.config.machine_rules import asked_mode, is_installed
 from megalite.config.schema import Config
-from megalite.config.settings import as_plain
+from megalite.config.settings import as_plain, with_values
 from megalite.errors.problems import several
 from megalite.observe.run_data import flat_values
 from megalite.train.history import ENDS, Note, Record, View
@@ -103,8 +103,7 @@ def open_trackers(config: Config, folder: Path, step: int, note: Note) -> Tracke
     netrc = os.path.expanduser(os.environ.get("NETRC") or "~/.netrc")  # wandb may find a key there
     has_key = bool(os.environ.get("WANDB_API_KEY")) or os.path.exists(netrc)
     if mode is None and not (has_key and is_installed("wandb")):
-        rule = "that takes a key (wandb login) and the package (pip install wandb); or log.wandb=offline"
-        note(f"wandb: disabled: {rule}")
+        note("wandb: disabled: it takes a key (wandb login) and the package (pip install wandb); or log.wandb=offline")
     elif mode != "disabled":
         openers["wandb"] = partial(open_wandb, config, folder, mode, lambda text: note(f"wandb: {text}"))
     return Trackers(openers, note)
@@ -170,6 +169,8 @@ def open_wandb(config: Config, folder: Path, mode: str | None, note: Note) -> Tr
             values["samples"] = wandb.Table(columns=["step", "prompt", "text"], data=[*samples])
         if values:
             run.log(values, step=record["step"])
+        if record.get("kind") == "settings_changed":
+            run.config.update(as_plain(with_values(config, record["settings"])), allow_val_change=True)
         if record.get("kind") in ENDS:
             try:
                 run.finish(exit_code=record["status"])

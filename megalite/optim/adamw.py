@@ -13,7 +13,7 @@ The second moment is as wide as the masters: at a beta2 of 0.999 it shrinks by a
 spacing of bf16 (up to 0.8 %), so in bf16 it would almost never decrease.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache
 
 import torch
@@ -31,14 +31,23 @@ Groups = Sequence[tuple[Sequence[SliceRange], float]]  # runs that do not overla
 class FlatAdamW:
     """The optimizer (optimizer.py) of the masters of `buffers`, whose runs are in one of `groups` each.
 
-    Each moment lies in one block of memory. Applied steps are counted on the device, exactly up to 2^24. A `compiled`
-    step wants runs that begin at multiples of ALIGNMENT.
+    Buckets of `without` are another optimizer's. Each moment lies in one block of memory. Applied steps are counted on
+    the device, exactly up to 2^24. A `compiled` step wants runs that begin at multiples of ALIGNMENT.
     """
 
-    def __init__(self, buffers: TrainingBuffers, groups: Groups, settings: OptimizerConfig, *, compiled: bool) -> None:
+    def __init__(
+        self,
+        buffers: TrainingBuffers,
+        groups: Groups,
+        settings: OptimizerConfig,
+        *,
+        compiled: bool,
+        without: Collection[int] = (),
+    ) -> None:
         self.masters, self.gradients = buffers.masters, buffers.gradients
         self._dtype, self._betas, self._eps = buffers.master_dtype, settings.betas, settings.eps
-        sizes, first_moment = [len(master) for master in self.masters], dtype_of(settings.moment_dtype, self._dtype)
+        sizes = [0 if bucket in without else len(master) for bucket, master in enumerate(self.masters)]
+        first_moment = dtype_of(settings.moment_dtype, self._dtype)
         self.exp_avg = list(torch.zeros(sum(sizes), dtype=first_moment, device=buffers.device).split(sizes))
         self.exp_avg_sq = list(torch.zeros(sum(sizes), dtype=self._dtype, device=buffers.device).split(sizes))
         self.step_count = torch.zeros((), dtype=torch.float32, device=buffers.device)
@@ -115,6 +124,8 @@ class FlatAdamW:
         """The first arguments of `_update_rows` for each bucket. Padding, which lies in no run, has no decay."""
         lists = (self.masters, self.gradients, self.exp_avg, self.exp_avg_sq, parameters)
         for bucket, (master, *others, parameter) in enumerate(zip(*lists, strict=True)):
+            if len(others[1]) < len(master):
+                continue  # one of `without`
             decay = torch.zeros(len(master) // ALIGNMENT, 1, dtype=master.dtype)
             for run, weight_decay in ((run, decay) for runs, decay in groups for run in runs if run.bucket == bucket):
                 assert run.start % ALIGNMENT == 0, run

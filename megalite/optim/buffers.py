@@ -13,14 +13,14 @@ from torch import Tensor, nn
 
 from megalite.kernels.embed import set_main_grad
 from megalite.launch.device import DTYPES
-from megalite.layout.buffer_layout import BufferLayout, BufferSlot, OwnedRange, SliceRange
+from megalite.layout.buffer_layout import BufferLayout, BufferSlot, Kind, OwnedRange, SliceRange
 
 
 class TrainingBuffers:
     """Parameters, gradients and masters of one model on one rank.
 
     `parameter_buckets` and `gradient_buckets` ([bucket's size] each) are whole; `parameters`, `gradients` and `masters`
-    ([bucket's size / shards] each) are this rank's slices; `dense` and `expert` are its indices in its shard groups.
+    ([bucket's size / shards] each) are this rank's slices, and `index` its place among those that share them.
     The optimizer updates the masters, in fp32 (fp64 in fp64). Where parameters already have that dtype, masters alias
     their slices; otherwise they view one separate tensor. Gradients have `gradient_dtype`, the masters' by default.
     """
@@ -36,6 +36,7 @@ class TrainingBuffers:
         gradient_dtype: torch.dtype | None = None,
     ) -> None:
         self.layout, self.device = layout, device
+        self.index: dict[Kind, int] = {"dense": dense, "expert": expert}
         self.owned = layout.owned(dense, expert)
         self.master_dtype = torch.float64 if dtype == torch.float64 else torch.float32
         dtypes = {"model": dtype, "master": self.master_dtype}
@@ -44,7 +45,7 @@ class TrainingBuffers:
         ]
         summed_in = gradient_dtype or self.master_dtype
         self.gradient_buckets = [torch.zeros_like(whole, dtype=summed_in) for whole in self.parameter_buckets]
-        own = [dense if bucket.kind == "dense" else expert for bucket in layout.buckets]
+        own = [self.index[bucket.kind] for bucket in layout.buckets]
         self.parameters, self.gradients = (
             [whole.chunk(bucket.shards)[at] for whole, bucket, at in zip(buckets, layout.buckets, own, strict=True)]
             for buckets in (self.parameter_buckets, self.gradient_buckets)

@@ -14,6 +14,7 @@ from megalite.launch.context import ParallelContext
 from megalite.layout.buffer_layout import slice_ranges
 from megalite.optim.adamw import FlatAdamW
 from megalite.optim.buffers import TrainingBuffers
+from megalite.optim.muon import Muon
 
 State = Mapping[str, Sequence[Tensor] | Tensor]
 
@@ -50,6 +51,10 @@ def make_optimizer(buffers: TrainingBuffers, config: Config, context: ParallelCo
     """The optimizer that the settings name, with weight decay on the parameters whose records say so."""
     settings = config.optimizer
     compiled = config.train.compile and context.device.type == "cuda"  # on a CPU torch's own kernel is the faster one
-    decayed = slice_ranges(buffers.owned, lambda record, _: record.decay)
-    others = slice_ranges(buffers.owned, lambda record, _: not record.decay)
-    return FlatAdamW(buffers, [(decayed, settings.weight_decay), (others, 0.0)], settings, compiled=compiled)
+    matrices = {bucket for bucket, each in enumerate(buffers.layout.buckets) if each.whole and settings.name == "muon"}
+    owned = [one for one in buffers.owned if one.bucket not in matrices]
+    decayed = slice_ranges(owned, lambda record, _: record.decay)
+    others = slice_ranges(owned, lambda record, _: not record.decay)
+    groups = [(decayed, settings.weight_decay), (others, 0.0)]
+    adamw = FlatAdamW(buffers, groups, settings, compiled=compiled, without=matrices)
+    return Muon(buffers, config, context, adamw) if settings.name == "muon" else adamw

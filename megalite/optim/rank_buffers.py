@@ -5,7 +5,8 @@ that share it has its part. Activations and what travels come on top. With AdamW
 distributed optimizer: 6 + 12/d bytes in bf16, 8 + 8/d in fp32 (in fp16, where it sums gradients in fp16, 4 + 16/d).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
 from megalite.config.layout import stage_settings
@@ -38,6 +39,7 @@ def rank_buffers(config: Config, world: ParallelLayout, rank: int) -> RankBuffer
     """`config` is resolved for `world`, its vocabulary included."""
     zero, instances, at = config.optimizer.zero > 0, config.optimizer.instances, world.coordinates(rank)
     groups = groups_of(world, rank, GroupNeeds(optimizer_instances=instances if zero else 1))
+    whole = config.optimizer.ownership == "whole" or config.optimizer.name == "muon"
     owners: dict[Kind, tuple[int, ...]] = {}
     for kind in KINDS:
         shard, _ = replica_groups(kind, zero=zero, instances=instances)
@@ -50,7 +52,7 @@ def rank_buffers(config: Config, world: ParallelLayout, rank: int) -> RankBuffer
         dense_shards=len(owners["dense"]),
         expert_shards=len(owners["expert"]),
         bucket_size=config.optimizer.bucket_size,
-        ownership="whole" if config.optimizer.ownership == "whole" else "even",
+        ownership="whole" if whole else "even",
     )
     return RankBuffers(rank, layout, owners)
 
@@ -59,7 +61,15 @@ def records_of(config: Config, pp_rank: int) -> list[ParameterRecord]:
     """The records of what one pipeline rank holds, chunk by chunk."""
     records = gpt_parameters(config.model, sequence_parallel=bool(config.parallel.sequence_parallel))
     stages = stages_of(stage_settings(config), pp_rank)
-    return [record for stage in stages for record in records if is_held(record, stage)]
+    held = [record for stage in stages for record in records if is_held(record, stage)]
+    if config.optimizer.name == "muon":  # AdamW's are vectors, and the router (in the masters' precision) if asked for
+        routers = config.optimizer.muon.router
+        vectors = [min(prod(one.shape[one.stacked or 0 : -1]), one.shape[-1]) < 2 for one in held]
+        others = [
+            vector or (one.precision == "master" and not routers) for one, vector in zip(held, vectors, strict=True)
+        ]
+        held = [replace(one, stacked=None) if other else one for one, other in zip(held, others, strict=True)]
+    return held
 
 
 def replica_groups(kind: Kind, *, zero: bool, instances: int) -> tuple[str | None, str | None]:

@@ -64,11 +64,13 @@ class Executor:
         self.aside = torch.cuda.Stream(self.device) if self.device.type == "cuda" and groups else None
         self.at: Instruction | None = None  # the newest that was begun
         self.performed = 0  # instructions so far
+        self.profiled = False  # in a step that is, no time chooses a graph: the host is slow
         self._open_links()
 
     def forward_backward(self, batches: Sequence[Batch], scale: Tensor) -> Tensor:
         """Forward and backward of all microbatches. The sum of their losses (`GPT.loss`), 0 where the loss is not."""
-        if self._graph is not None and self._graph.wanted is not False and self._recorded is None:
+        taken = {True} if self.profiled else {True, None}
+        if self._graph is not None and self._graph.wanted in taken and self._recorded is None:
             self._switch("forward")
             self.performed += len(batches)
             return sum((self._graph(batch, scale) for batch in batches), start=torch.zeros_like(scale))
@@ -82,8 +84,7 @@ class Executor:
     @torch.no_grad()
     def hidden(self, batch: Batch) -> Tensor | None:
         """The final hidden states of a microbatch (`GPT.forward`), where the pipeline ends; None elsewhere."""
-        found = self._run(self._evaluation, [batch], None)
-        return found[0] if found else None
+        return next(iter(self._run(self._evaluation, [batch], None)), None)
 
     @contextmanager
     def recording(self) -> Iterator[list[Span]]:
@@ -230,8 +231,7 @@ class MicrobatchGraph:
             loss, times = timed(partial(self._model.loss, batch, scale))
             self._decide(times)
             return loss
-        if self._repeat is None:
-            self._repeat = self._capture(batch, scale)
+        self._repeat = self._repeat or self._capture(batch, scale)
         self._batch.fill(batch)
         self._scale.copy_(scale)
         self._repeat()

@@ -1,5 +1,4 @@
-"""The memory that one rank's training takes on a GPU, from the config alone, and the microbatch that fits. Only
-`fit_micro_batch`, which looks at the GPU, imports torch.
+"""The memory that one rank's training takes on a GPU, from the config alone, and the microbatch that fits.
 
 What stays is known to the byte (rank_buffers.py). What forward keeps for backward are the tensors that compiled blocks
 were seen to keep, with attention that stores no probabilities. At the peak all of it is there, and the largest of what
@@ -35,9 +34,7 @@ GROUP = "parallel.microbatch_group_size"
 OUTSIDE = 1 << 30  # bytes of kernels' code, of cuDNN and of NCCL, which torch's allocator does not see
 MARGIN = 0.1  # of the memory: gaps between tensors, and what the formula does not know
 MOST_TOKENS = 1 << 16  # in a microbatch, the most that were measured: GPT-2 of 124M gained 6 % from 32,768 on
-LOSS_CHUNK = 8192  # tokens: CHUNK_TOKENS of model/loss.py on CUDA
 WORKSPACES = 80 << 20  # bytes that cuBLAS and cuBLASLt take from torch's allocator
-WIDE_PIECE = 1 << 29  # bytes of fp32 logits that an uncompiled loss works on
 
 
 @dataclass(frozen=True)
@@ -67,14 +64,19 @@ def fit_micro_batch(config: Config, context: "ParallelContext") -> Config:
     sizes = [size for size in micro_batch_sizes(config, world.world_size) if _suits(config, size, world.world_size)]
     kept = rank0_broadcast(context, lambda: _recorded(config))
 
-    def own() -> tuple[int, bool]:
+    def own() -> tuple[int, bool, str]:
         room = torch.cuda.mem_get_info(context.device)[0] + torch.cuda.memory_reserved(context.device)
         largest = largest_that_fits(config, sizes, world, context.rank, room)
-        return largest, kept in sizes and _fits(config, kept, world, context.rank, room)
+        needed = _needed(config, largest, world, context.rank)
+        keeps = kept in sizes and _needed(config, kept, world, context.rank) <= room
+        words = f"{needed / 2**30:,.1f} GiB by the formula, and {room / 2**30:,.1f} are free on rank {context.rank}"
+        return largest, keeps, f"even train.micro_batch_size={largest} needs {words}" if needed > room else ""
 
-    found = context.gather_json([*all_ranks_or_raise(context, own)])
-    size = kept if all(fits for _, fits in found) else min(largest for largest, _ in found)
-    return with_size(config, size, world.world_size)
+    largest, keep, short = zip(*context.gather_json([*all_ranks_or_raise(context, own)]), strict=True)
+    less = "train.recompute=full, or a larger parallel.tp or parallel.pp, needs less"
+    warning = [f"warning: {words}: {less}" for words in short if words][:1]
+    size = kept if all(keep) else min(largest)
+    return replace(with_size(config, size, world.world_size), told=(*config.told, *warning))
 
 
 def _suits(config: Config, size: int, world_size: int) -> bool:
@@ -94,12 +96,13 @@ def _recorded(config: Config) -> int:
 def largest_that_fits(config: Config, sizes: Sequence[int], world: ParallelLayout, rank: int, room: int) -> int:
     """The largest of the ascending micro-batch sizes that this rank has `room` for, in bytes; else the smallest."""
     most = MOST_TOKENS * config.parallel.cp // config.train.seq_length
-    fitting = (size for size in reversed(sizes) if size <= most and _fits(config, size, world, rank, room))
+    fitting = (size for size in reversed(sizes) if size <= most and _needed(config, size, world, rank) <= room)
     return next(fitting, sizes[0])
 
 
-def _fits(config: Config, size: int, world: ParallelLayout, rank: int, room: int) -> bool:
-    return rank_memory(with_size(config, size, world.world_size), world, rank).total <= (1 - MARGIN) * room
+def _needed(config: Config, size: int, world: ParallelLayout, rank: int) -> float:
+    """Free bytes that training with that micro-batch size needs, the margin among them."""
+    return rank_memory(with_size(config, size, world.world_size), world, rank).total / (1 - MARGIN)
 
 
 def with_size(config: Config, size: int, world_size: int) -> Config:
@@ -110,14 +113,15 @@ def with_size(config: Config, size: int, world_size: int) -> Config:
 
 def rank_memory(config: Config, world: ParallelLayout, rank: int) -> Memory:
     """`config` is resolved for `world`, vocabulary, precision and train.compile included."""
+    from megalite.model.loss import CHUNK_TOKENS, PIECE_ELEMENTS  # with torch
+
     model, train, axes, at = config.model, config.train, config.parallel, world.coordinates(rank)
     state = bytes_of_rank(rank_buffers(config, world, rank).layout, config.precision, config.optimizer).total
     width, tokens = BYTES[config.precision], train.micro_batch_size * train.seq_length // axes.cp
     stream = model.hidden_size * width
     local = stream / (axes.tp if axes.sequence_parallel else 1)
-    again = range(0)
-    if train.recompute == "full":
-        again = range(model.num_layers if train.recompute_layers is None else train.recompute_layers)
+    layers = model.num_layers if train.recompute_layers is None else train.recompute_layers
+    again = range(layers if train.recompute == "full" else 0)
     kept, passing, stages = 0.0, 0.0, stages_of(stage_settings(config), at["pp"])
     for stage in stages:
         kept += local  # what enters
@@ -128,9 +132,9 @@ def rank_memory(config: Config, world: ParallelLayout, rank: int) -> Memory:
     held = in_flight(SCHEDULES[str(axes.schedule)](schedule_request(config, world.world_size), at["pp"]))
     passing *= tokens
     if stages[-1].loss:
-        chunk = min(tokens, model.loss_chunk_tokens or LOSS_CHUNK)
+        chunk = min(tokens, model.loss_chunk_tokens or CHUNK_TOKENS["cuda"])
         logits = chunk * padded_vocabulary(model) // axes.tp * width
-        logits += 0 if train.compile else min(3 * WIDE_PIECE, logits * 12 // width)
+        logits += 0 if train.compile else 12 * min(PIECE_ELEMENTS["cuda"], logits // width)  # of three fp32 tensors
         passing = max(passing, logits + 2 * stream * tokens)  # beside it the hidden states and their gradient
     return Memory(state, int(tokens * kept * held / axes.vpp), int(passing) + WORKSPACES)
 
@@ -147,10 +151,9 @@ def _block(config: Config, layer: int) -> tuple[float, float]:
     kept += stream if width > 2 else 0  # the product with attention, apart from its sum
     attended = queries + 4 * heads / width  # with the logarithm of each denominator
     attended += projected + queries if axes.cp > 1 else 0  # as they travel
-    probabilities = 0.0
     grouped = heads != groups and config.precision == "fp32"
-    if model.attention_dropout or grouped or config.precision == "fp64":  # no kernel works in tiles
-        probabilities = heads * train.seq_length / exchange_of(config).ring
+    whole = model.attention_dropout or grouped or config.precision == "fp64"  # no kernel works in tiles
+    probabilities = heads * train.seq_length / exchange_of(config).ring if whole else 0.0
     # Compiled blocks with turned heads that have no norm keep them whatever is asked for.
     kept += 0 if "attention" in again and (model.qk_norm or not rope) else attended
     kept += 0 if "attention" in again else probabilities * (2 if model.attention_dropout else 1)

@@ -20,7 +20,8 @@ The kinds, and what else they tell:
     sample                       prompt, text
     profile                      folder
     record_changed               message: a file of the record is not as it was written
-    stopped, finished, failed    how a start ended, by what, with which message
+    settings_changed             settings that training itself has changed, and a message that says why
+    stopped, finished, failed    how a start ended, by what, with which message; medians over steps (Meter.medians)
 
 A line that is no record of the right types is named and left out. The last line without its end is what a killed run
 had begun, and is left out in silence. Nothing here imports torch.
@@ -63,6 +64,7 @@ NEEDED = {  # by kind of event: what its readers compute with
     "ranks": ("memory_gib", "compute_s"),
     "straggler": ("rank", "host", "times"),
     "sample": ("prompt", "text"),
+    "settings_changed": ("settings",),
 }
 TYPES: dict[str, Any] = {  # of values, by name; all others of a line of metrics are numbers
     **dict.fromkeys(("time", "seconds", "stall_s", "times", "share", "loss", "grad_norm"), float),
@@ -76,7 +78,7 @@ TYPES: dict[str, Any] = {  # of values, by name; all others of a line of metrics
     "moe": dict[str, float | list[list[int]]],
     "cuts": dict[str, int],
     "about": list[list[str]],
-    "layout": dict[str, Any],
+    **dict.fromkeys(("layout", "settings"), dict[str, Any]),
 }
 JOB_BEGAN = "MEGALITE_JOB_BEGAN"  # a variable: seconds since the epoch
 LATEST = 1e11  # seconds since 1970: later times have no date

@@ -66,6 +66,7 @@ class Job:
     training: Training = field(init=False)
     prompts: dict[str, list[int]] = field(init=False)  # of the samples of text, and their tokens
     saver: Saver = field(init=False)
+    meter: Meter = field(init=False)
     progress: Progress = field(default_factory=Progress)
 
     # From the checkpoint that the run continues from, and from the records beside it.
@@ -127,9 +128,8 @@ def train(job: Job) -> None:
     job.config = with_values(job.config, {MICRO: half})
     gc.collect()
     torch.cuda.empty_cache()  # does nothing on a CPU
-    job.log.note(
-        f"out of memory before the first update: the step begins again with {MICRO}={half}, which was {2 * half}"
-    )
+    words = f"out of memory before the first update: the step begins again with {MICRO}={half}, which was {2 * half}"
+    job.log.event("settings_changed", job.progress.step, settings={MICRO: half}, message=words)
     record_settings(job)
     return take_steps(job, train_step)
 
@@ -143,7 +143,7 @@ def record_settings(job: Job) -> None:
 def take_steps(job: Job, train_step: TrainStep) -> None:
     """All remaining steps; an out-of-memory error is raised."""
     config, saver, clock, settings = job.config, job.saver, job.training.clock, job.config.train
-    meter = Meter(config, job.context, job.measured)
+    job.meter = Meter(config, job.context, job.measured)
     device, evaluates = job.context.device, job.data.validation is not None
     launched = deque[tuple[StepBatches, PendingMetrics | None]]()  # steps whose metrics have not been read yet
     hooks: list[tuple[int, bool, Callable[[int], None]]] = [  # (every n steps, 0: never; at the end too; what)
@@ -155,7 +155,7 @@ def take_steps(job: Job, train_step: TrainStep) -> None:
 
     def read(keep: int) -> None:
         while len(launched) > keep:
-            account(job, meter, *launched.popleft())
+            account(job, *launched.popleft())
 
     steps = planned_steps(settings, done=job.progress.step, samples=job.progress.samples)
     steps = takewhile(lambda planned: planned.step <= settings.steps, steps)
@@ -176,13 +176,14 @@ def take_steps(job: Job, train_step: TrainStep) -> None:
                 with profiled_step(job, step) if profiles else nullcontext():
                     with clock.within("data"):
                         coming = next(batches, None)  # now: the number of its tokens travels with this step's sums
+                    job.training.executor.profiled = profiles
                     launched.append((data, launch(job, train_step, data, coming)))
                     read(keep=0 if due or profiles else LATENESS[device.type])
                 for hook in due:
                     hook(step)
                 saver.report()
                 if due or profiles:  # a pause, whose time counts in no step
-                    meter.compare_ranks(job.log, job.hosts, step)
+                    job.meter.compare_ranks(job.log, job.hosts, step)
                     gc.collect()  # collection is off between pauses: it would stop ranks at different times
                     clock.restart()
                 data = coming
@@ -202,8 +203,7 @@ def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatch
         return None
     every, step = job.config.train.record_pipeline, data.planned.step
     job.problems = job.problems or data.problems
-    is_recorded = every > 0 and step % every == 0
-    with job.training.executor.recording() if is_recorded else nullcontext() as spans:
+    with job.training.executor.recording() if every and step % every == 0 else nullcontext() as spans:
         metrics = train_step(
             data.microbatches,
             data.local_tokens,
@@ -217,7 +217,7 @@ def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatch
     return metrics
 
 
-def account(job: Job, meter: Meter, data: StepBatches, pending: PendingMetrics | None) -> None:
+def account(job: Job, data: StepBatches, pending: PendingMetrics | None) -> None:
     """Read the metrics of a step, which waits for the device, and let them count for the run. UserError on all ranks
     where the input of one was refused."""
     progress, train, step = job.progress, job.config.train, data.planned.step
@@ -236,7 +236,7 @@ def account(job: Job, meter: Meter, data: StepBatches, pending: PendingMetrics |
         progress.empty_steps += 1
         job.log.event("empty", step)
     else:
-        meter.add(metrics, data)
+        job.meter.add(metrics, data)
         if metrics.skipped:
             scale, progress.bad_steps = metrics.loss_scale, progress.bad_steps + 1
             progress.bad_steps_in_a_row += scale is None or scale <= job.config.optimizer.min_loss_scale
@@ -245,7 +245,7 @@ def account(job: Job, meter: Meter, data: StepBatches, pending: PendingMetrics |
             progress.bad_steps_in_a_row, progress.last_applied = 0, step
             progress.tokens += metrics.batch_tokens
     is_due = step % train.log_interval == 0 or step == train.steps
-    if is_due and (line := meter.line(tokens=progress.tokens, bad_steps=progress.bad_steps)) is not None:
+    if is_due and (line := job.meter.line(tokens=progress.tokens, bad_steps=progress.bad_steps)) is not None:
         job.log.add(line)
     if metrics is not None and (bad := progress.bad_steps_in_a_row) >= train.max_bad_steps:
         raise TrainingStoppedError(

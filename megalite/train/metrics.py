@@ -101,11 +101,9 @@ class StepClock:
         return read
 
     def _now(self) -> Any:
-        if not self._cuda:
-            return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+        if self._cuda:
+            return torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True))
+        return perf_counter()
 
 
 class Meter:
@@ -117,6 +115,7 @@ class Meter:
         self._run_s: float = before.get("training_s", 0.0)
         self._run_tokens: float = self._run_s * before.get("mean_tokens_per_s", 0.0)
         self._splits: deque[TimeSplit] = deque(maxlen=MOST)
+        self._speeds = deque[tuple[float, float]](maxlen=10_000)  # of the newest steps: tokens per second, and seconds
         name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
         self._peak = peak_flops(name, str(context.dtype).removeprefix("torch."))
         self._flops = [flops_per_token(config.model, self._seq_length, causal=causal) for causal in (False, True)]
@@ -132,7 +131,9 @@ class Meter:
         """A step is done."""
         self._newest = metrics, data.planned.step
         self._steps += 1
-        self._tokens += data.planned.sequences * self._seq_length
+        self._tokens += (tokens := data.planned.sequences * self._seq_length)
+        if self._splits:  # the first step of a start compiles
+            self._speeds.append((tokens / (seconds := sum(metrics.time_split.values())), seconds))
         self._wait_s += data.wait_s
         self._cuts.update(it.plan.cut for it in data.microbatches if it.plan and it.documents is not None)
         self._split = {part: self._split[part] + spent for part, spent in metrics.time_split.items()}
@@ -170,6 +171,11 @@ class Meter:
         line |= {"moe": in_numbers(self._routing)} if self._routing.ndim else {}
         self._begin()
         return line
+
+    def medians(self) -> Record:
+        """The speed of this start's steps without the first, one by one; empty where there is no other."""
+        names = "median_tokens_per_s", "median_step_time_s"
+        return dict(zip(names, map(statistics.median, zip(*self._speeds, strict=True)), strict=False))
 
     def compare_ranks(self, log: RunLog, hosts: Sequence[str], step: int) -> None:
         """Record peak memory in GiB and seconds of computing in a step by rank, and which ranks are slow.

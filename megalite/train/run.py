@@ -183,7 +183,7 @@ def record_end(job: Job) -> int:
     by = job.stop.requested or "a signal to another rank" if job.stopping and not job.complete else None
     kind, status = "stopped" if by else "finished", int(saved_step != step)
     job.status.write("failed" if status else kind, by=by)
-    job.log.event(kind, step, status=status, **({"by": by} if by else {}))
+    job.log.event(kind, step, status=status, **({"by": by} if by else {}), **job.meter.medians())
     if status:
         kept = "there is no checkpoint" if saved_step is None else f"the newest is of step {saved_step}"
         words.append(f"the state of step {step} is not saved; {kept}")

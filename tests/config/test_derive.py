@@ -14,7 +14,9 @@ from megalite.errors.problems import UserError
 OPEN = {  # what the data or the machine decides, or what has no meaning in the default config
     *("model.vocab_size", "model.moe.ffn_hidden_size", "model.moe.capacity_factor", "model.max_positions"),
     *(f"model.rope_{name}" for name in ("original_positions", "attention_factor", "mscale", "mscale_all_dim")),
-    *("model.loss_chunk_tokens", "optimizer.bucket_size", "checkpoint.init_from", "launch.status_file"),
+    *("model.loss_chunk_tokens", "optimizer.bucket_size", "optimizer.ownership"),
+    *(f"optimizer.muon.{name}" for name in ("lr", "weight_decay", "steps", "dtype")),
+    *("checkpoint.init_from", "launch.status_file"),
     *(f"train.{name}" for name in ("compile", "cuda_graph", "recompute_layers", "sample_prompts", "batch_ramp")),
     *("train.max_minutes", "train.fp8", "log.wandb", "log.wandb_entity", "log.wandb_name"),
     *(f"parallel.{name}" for name in ("async_tp", "nccl_options", "cp_alltoall", "microbatch_group_size")),

@@ -51,6 +51,32 @@ def test_the_tiny_mixture_computes_as_much_as_the_tiny_model() -> None:
     assert (moe.num_experts, replace(model, name="tiny", moe=tiny.moe)) == (8, tiny)
 
 
+@pytest.mark.parametrize(
+    ("preset", "table", "scale", "decay"),
+    [
+        ("muon_moonlight", ("jordan", 5), ("match_adamw", 0.2), 0.1),
+        ("muon_keller", ("jordan", 5), ("max_ratio", 0.2), 0.0),
+        ("muon_deepseek_v4", ("deepseek_v4", 10), ("match_adamw", 0.18), 0.1),
+    ],
+)
+def test_presets_of_muon_are_what_was_published(
+    preset: str, table: tuple[str, int], scale: tuple[str, float], decay: float
+) -> None:
+    optimizer = load_config([f"optimizer={preset}"], 1).optimizer
+    muon = optimizer.muon
+    assert (optimizer.name, muon.momentum, muon.nesterov, muon.qkv, muon.router) == (
+        *("muon", 0.95, True, "projection", True),
+    )
+    assert ((muon.coefficients, muon.steps), (muon.scale, muon.rms)) == (table, scale)
+    assert (optimizer.weight_decay, optimizer.betas) == (decay, [0.9, 0.95])
+    assert (muon.lr, muon.weight_decay) == (0.02 if preset == "muon_keller" else None, None)
+
+
+def test_the_default_optimizer_is_adamw() -> None:
+    assert load_config(["optimizer=adamw"], 1) == load_config([], 1)
+    assert load_config(["optimizer=muon"], 1).optimizer.muon == load_config([], 1).optimizer.muon
+
+
 def test_the_default_is_the_tiny_model() -> None:
     default = load_config([], 1)
     assert default == load_config(["model=default"], 1)

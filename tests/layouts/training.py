@@ -13,7 +13,7 @@ from megalite.checkpoint.manifest import Piece
 from megalite.checkpoint.reading import newest
 from megalite.checkpoint.store import save
 from megalite.config.derive import derive, derive_vocabulary
-from megalite.config.schema import Config, MoEConfig
+from megalite.config.schema import Config, MoEConfig, MuonConfig
 from megalite.config.settings import as_plain
 from megalite.config.step_plan import planned_steps
 from megalite.data.batches import train_batches, validation_batches
@@ -79,8 +79,9 @@ def small_config(
     config.optimizer = replace(config.optimizer, lr=1e-2, clip_grad=0.05)
     config.lr = replace(config.lr, warmup_steps=2)
     for section, values in overrides.items():
-        moe = {"moe": MoEConfig(**values["moe"])} if "moe" in values else {}
-        setattr(config, section, replace(getattr(config, section), **{**values, **moe}))
+        inner = {"moe": MoEConfig, "muon": MuonConfig}
+        values = {name: inner[name](**value) if name in inner else value for name, value in values.items()}
+        setattr(config, section, replace(getattr(config, section), **values))
     return derive(config, world_size)
 
 

@@ -56,7 +56,7 @@ def a_run(
 ) -> RunData:
     run = RunData(Path(folder), {"train.steps": 300})
     run.add({"time": 1.0, "step": 0, "kind": "start", "command": command})
-    speed = {"mean_tokens_per_s": 13421.4, "tokens_per_s": 14000.0, "tokens": 1_228_800}
+    speed = {"mean_tokens_per_s": 13421.4, "tokens_per_s": 9000.0, "tokens": 1_228_800}
     for at, loss in ((1, 8.3213), (2, 7.5), (step, 4.1234)):
         run.add({"step": at, "loss": loss, **speed})
     for at, loss in ((100, 4.9), (200, 4.2), (300, 4.3)):
@@ -68,7 +68,9 @@ def a_run(
 def finish(terminal: Terminal, run: RunData, stopped_by: str | None = None) -> None:
     terminal.follow(run, "tiny on stdlib")
     end = {"kind": "finished"} if stopped_by is None else {"kind": "stopped", "by": stopped_by}
-    terminal.add({"step": run.step, "status": 0, **end})
+    medians = {"median_tokens_per_s": 14000.0, "median_step_time_s": 0.3052} if stopped_by is None else {}
+    run.add(event := {"time": 3.0, "step": run.step, "status": 0, **end, **medians})
+    terminal.add(event)
 
 
 class Plain:
@@ -144,7 +146,8 @@ def test_the_summary_says_what_was_learned_and_how_to_go_on(plain: Plain) -> Non
     text = plain.stream.getvalue()
     for said in (
         "finished: 300 of 300 steps",
-        "  time             0:00\n  speed            13,421 tokens/s, in the newest steps 14,000",
+        "  time             0:00\n",
+        "  speed            14,000 tokens/s, 305.2 ms a step (medians); over all steps 13,421 tokens/s\n",
         "1,228,800",
         "8.3213 -> 4.1234",
         "4.9000 -> 4.3000, perplexity 73.7000, bits per byte 2.3100, best 4.2000 at step 200",
@@ -158,6 +161,7 @@ def test_the_summary_says_what_was_learned_and_how_to_go_on(plain: Plain) -> Non
     finish(stopped.terminal, a_run(step=120), "SIGTERM")
     text = stopped.stream.getvalue()
     assert "stopped by SIGTERM after 120 of 300 steps" in text
+    assert "  speed            13,421 tokens/s\n" in text, "it had one step"
     assert f"{COMMAND}   (the same command)" in text
     assert "foo" not in text
 

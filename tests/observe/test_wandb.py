@@ -19,13 +19,14 @@ from typing import Any, NamedTuple
 import pytest
 
 from megalite.config.schema import Config, LogConfig
-from megalite.config.settings import as_plain
+from megalite.config.settings import as_plain, with_values
 from megalite.observe.trackers import flat_values, open_trackers
 from tests.config.refusal import refusal
 from tests.observe.wandb_server import WandbServer
 from tests.train.runs import ROOT
 
 KEY = "local-0123456789abcdef0123456789abcdef0123cafe"
+HALVED = {"train.micro_batch_size": 2}
 
 
 def lines_of(start: int) -> list[dict[str, Any]]:
@@ -38,6 +39,7 @@ def lines_of(start: int) -> list[dict[str, Any]]:
         {"step": second, "kind": "sample", "prompt": "a", "text": "b"},
         {"step": second, "kind": "sample", "prompt": "c", "text": "d"},
         {"step": second, "kind": "checkpoint", "bytes": 3},
+        {"step": second, "kind": "settings_changed", "settings": HALVED},
         {"step": third, "loss": 0.25},
     ]
 
@@ -154,7 +156,7 @@ def test_samples_are_a_table_and_settings_are_known(shown: Shown) -> None:
     table = json.loads(file.read_text())
     assert (table["columns"], table["data"]) == (["step", "prompt", "text"], [[2, "a", "b"], [2, "c", "d"]])
     held = {name: entry["value"] for name, entry in shown.server.config.items() if name != "_wandb"}
-    assert held == as_plain(Config(log=LogConfig(wandb="online")))
+    assert held == as_plain(with_values(Config(log=LogConfig(wandb="online")), HALVED))
 
 
 def test_wandb_writes_into_the_run_folder_only_and_no_file_holds_the_key(shown: Shown) -> None:

@@ -1,4 +1,4 @@
-"""docs/optimizer.md says what the code says: output below a command is the command's, and defaults are the schema's."""
+"""docs/optimizer.md and buffers.md say what the code says: outputs are the commands', defaults the schema's."""
 
 import os
 import re
@@ -11,7 +11,7 @@ import pytest
 from megalite.config.settings import SETTINGS, yaml_value
 
 ROOT = Path(__file__).parents[2]
-PAGE = (ROOT / "docs" / "optimizer.md").read_text(encoding="utf-8")
+PAGE = "\n".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("optimizer.md", "buffers.md"))
 OF_ADAMW = {"lr", "weight_decay", "betas", "eps", "clip_grad"}  # docs/configuration.md has these
 COMMANDS = {
     "memory": re.compile(r"python - <<'END'\n.*bytes_of_element", re.DOTALL),
@@ -33,17 +33,17 @@ def test_what_follows_a_command_is_its_output(name: str) -> None:
     ran = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=120
     )
-    assert output.splitlines() == ran.stdout.splitlines(), f"docs/optimizer.md must show:\n{ran.stdout}"
+    assert output.splitlines() == ran.stdout.splitlines(), f"docs/buffers.md must show:\n{ran.stdout}"
 
 
 def test_the_table_of_settings_is_the_schema_s() -> None:
-    rows = dict(re.findall(r"^\| `optimizer\.(\w+)` \| `(.*?)` \|", PAGE, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `optimizer\.([\w.]+)` \| `(.*?)` \|", PAGE, re.MULTILINE))
     settings = {each.leaf: yaml_value(each.default) for each in SETTINGS.values() if each.group == "optimizer"}
     assert rows == {leaf: default for leaf, default in settings.items() if leaf not in OF_ADAMW}
 
 
 def test_every_file_and_setting_that_is_named_exists() -> None:
-    for name in re.findall(r"`optimizer\.(\w+)", PAGE):
+    for name in re.findall(r"`optimizer\.([\w.]+)", PAGE):
         assert f"optimizer.{name}" in SETTINGS
     for path in re.findall(r"`((?:megalite|tests|scripts)/[\w/.]+)`", PAGE):
         assert (ROOT / path).exists(), path

@@ -187,6 +187,30 @@ def test_a_graph_is_taken_where_the_host_is_not_much_faster_than_the_device(
     assert words in said[0]
 
 
+def test_no_time_of_a_profiled_step_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profiler slows the host, which would look as if a graph paid."""
+    timed_when = list[bool]()
+
+    def in_no_time(forward: Callable[[], Tensor]) -> tuple[Tensor, tuple[float, float]]:
+        timed_when.append(training.executor.profiled)
+        loss = forward()
+        loss.backward()
+        return loss.detach(), (0.001, 1.0)
+
+    batches = differing_batches("plain", CPU)
+    wanted = trained(training_of("plain", False, CPU), batches)
+    training = training_of("plain", False, CPU)
+    monkeypatch.setattr(executor, "timed", in_no_time)
+    training.executor._graph = graph = MicrobatchGraph(training.chunks[0], None, lambda line: None)
+    training.executor.profiled = True
+    found = trained(training, batches)
+    assert (timed_when, graph.wanted) == ([], None)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
+    training.executor.profiled = False
+    trained(training, batches)
+    assert (timed_when, graph.wanted) == ([False] * MEASURED, False)
+
+
 @pytest.mark.gpu
 def test_times_are_of_the_host_and_of_the_device() -> None:
     x = torch.ones((), device="cuda", requires_grad=True)

@@ -17,8 +17,10 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.process import ProcessEnvironment
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import GPT
+from megalite.observe.run_data import read_run
 from megalite.plan.gpu_memory import fit_micro_batch, largest_that_fits, rank_memory
 from megalite.train.build import derive_device
+from megalite.train.history import read_events
 from tests.ranks import run_ranks
 from tests.train.runs import metrics
 from tests.train.test_run import config_for
@@ -132,6 +134,23 @@ def test_memory_does_not_choose_where_another_size_would_be_another_training(wor
     assert on_gpus(ParallelContext(), words[:-1], [80]).train.micro_batch_size == 32
 
 
+def test_a_run_that_cannot_fit_is_warned_once_of_the_rank_that_lacks_memory() -> None:
+    words = [*GPT2, "train.seq_length=1024", "train.global_batch_size=64", "parallel.tp=2"]
+    found = run_ranks(on_gpus, 2, words, [80, 1], layout=ParallelLayout(tp=2))
+    [warning, other] = [line for one in found for line in one.told]
+    assert warning == other, "rank 0 says it, and both have it in their logs"
+    needed = rank_memory(with_values(found[0], {"train.micro_batch_size": 1}), ParallelLayout(tp=2), 1).total / 0.9
+    assert (
+        f"train.micro_batch_size=1 needs {needed / GIB:.1f} GiB by the formula, and 1.0 are free on rank 1" in warning
+    )
+    assert "train.recompute=full" in warning
+    assert len(run_ranks(on_gpus, 2, words, [1, 1], layout=ParallelLayout(tp=2))[0].told) == 1
+    for roomy in run_ranks(on_gpus, 2, words, [80, int(needed / GIB) + 1], layout=ParallelLayout(tp=2)):
+        assert roomy.told == ()
+    [given] = run_ranks(on_gpus, 1, [*GPT2, "train.micro_batch_size=1"], [1])
+    assert given.told == (), "a user is obeyed"
+
+
 def chosen_for_a_group(context: ParallelContext, batch: int, group: int) -> Config:
     pp = context.size("pp")
     words = [*GPT2, "model.num_layers=16", "train.seq_length=1024", f"train.global_batch_size={batch}"]
@@ -179,9 +198,16 @@ def test_a_first_step_without_memory_begins_again_with_half_the_microbatch(
     monkeypatch.setattr(GPT, "loss", short_of_memory)
     assert train_rank(chosen, ProcessEnvironment()) == 0
     assert metrics(tmp_path / "chosen") == metrics(tmp_path / "given")
-    said = capfd.readouterr().out
-    assert said.count("the step begins again with train.micro_batch_size=2, which was 4") == 1
-    assert yaml.safe_load((tmp_path / "chosen" / "config.yaml").read_text())["train"]["micro_batch_size"] == 2
+    words = "out of memory before the first update: the step begins again with train.micro_batch_size=2, which was 4"
+    assert capfd.readouterr().out.count(f"step 0, settings changed: {words}\n") == 1
+    [event] = [it for it in read_events(tmp_path / "chosen" / "events.jsonl") if it["kind"] == "settings_changed"]
+    assert (event["settings"], event["message"]) == ({"train.micro_batch_size": 2}, words)
+    page = (tmp_path / "chosen" / "report.html").read_text()
+    assert '<tr><th scope="row">train.micro_batch_size</th><td><code>2</code></td></tr>' in page
+    file = tmp_path / "chosen" / "config.yaml"
+    assert yaml.safe_load(file.read_text())["train"]["micro_batch_size"] == 2
+    file.write_text(file.read_text().replace("micro_batch_size: 2", "micro_batch_size: 1"))
+    assert read_run(tmp_path / "chosen").config["train.micro_batch_size"] == 1, "of a later start"
 
 
 @pytest.mark.parametrize(("given", "repeats"), [(True, False), (False, True), (False, False)])

@@ -49,6 +49,21 @@ def test_a_line_of_metrics_is_a_record_with_its_names_in_order_and_nothing_that_
     assert read_metrics(tmp_path / "metrics.jsonl", pytest.fail) == [line]
 
 
+def test_medians_are_of_steps_one_by_one_without_the_first(text: Path, tmp_path: Path) -> None:
+    """The batch grows, so that the step with the median speed is not the one with the median time."""
+    config = derive(config_for(text, tmp_path, seq_length=10))
+    config.model.vocab_size = 257
+    meter, steps = Meter(config, ParallelContext(), {}), [(90.0, 1), (1.0, 1), (2.0, 8), (4.0, 8)]
+    assert meter.medians() == {}
+    for step, (seconds, sequences) in enumerate(steps, 1):
+        split = {**dict.fromkeys(STEP_PARTS, 0.0), "forward": seconds / 4, "backward": 3 * seconds / 4}
+        metrics = StepMetrics(2.0, 1.0, 64, False, False, False, 1e-3, time_split=split)
+        meter.add(metrics, StepBatches(PlannedStep(step, 0, sequences, skipped=False), [], 0))
+        if step == 2:
+            assert meter.line(tokens=1, bad_steps=0), "lines make no difference"
+    assert meter.medians() == {"median_tokens_per_s": 20.0, "median_step_time_s": 2.0}  # of 10, 40, 20 and 1, 2, 4
+
+
 @pytest.mark.parametrize(
     ("compute_s", "stages", "found"),
     [

@@ -12,6 +12,7 @@ from megalite.config.derive import derive
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
 from megalite.optim.zero import ParameterGather
+from megalite.pipeline.executor import Executor
 from megalite.train.build import needs_of
 from megalite.train.history import read_events
 from tests.ranks import run_ranks
@@ -34,6 +35,20 @@ def test_a_profiled_step_leaves_a_trace_and_a_table_and_learns_the_same(text: Pa
     assert [(it["step"], it["folder"]) for it in events] == [(step, f"{folder}/profile") for step in (2, 5)]
     assert start(config_for(text, tmp_path / "plain", steps=6)) == 0
     assert losses(folder) == losses(tmp_path / "plain")
+
+
+def test_the_executor_knows_which_steps_are_profiled(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known, forward_backward = list[bool](), Executor.forward_backward
+
+    def watched(self: Executor, *arguments: Any) -> Any:
+        known.append(self.profiled)
+        return forward_backward(self, *arguments)
+
+    monkeypatch.setattr(Executor, "forward_backward", watched)
+    assert start(config_for(text, tmp_path / "run", steps=4, profile_steps=[2, 3])) == 0
+    assert known == [False, True, True, False]
 
 
 def test_a_trace_that_cannot_be_kept_does_not_end_the_run(
