@@ -204,7 +204,7 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[
         problems.append(Problem(_RAMP, now[_RAMP], rule, f"{_RAMP}=null"))
     changed = {name for name in before.keys() & now.keys() if before[name] != now[name]}
     for name in sorted(changed.difference(_OF_A_START)):
-        free = (*_FREE, *OF_STATE) if now.get("optimizer.may_change") else _FREE
+        free = (*_FREE, *OF_STATE) if current["optimizer"]["may_change"] else _FREE
         fixed = name.startswith(_FIXED) and not name.startswith(free)
         if not grows if name.startswith(_WITH_LENGTH) else fixed:
             rule = f"the run in this folder was started with {name}={plain(before[name])}"
