@@ -4,7 +4,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-
 KEYS = ("match", "lr", "weight_decay")
 
 

@@ -39,7 +39,7 @@ def update_rules(records: Iterable[ParameterRecord], settings: OptimizerConfig) 
 
 
 def parameters_of_groups(config: Config) -> list[list[ParameterRecord]]:
-    """Of the whole model, whose vocabulary need not be known yet, the parameters of each group."""
+    """The parameters of each group in the whole model, whose vocabulary need not be known yet."""
     model = replace(config.model, vocab_size=config.model.vocab_size or 1)
     left, found = gpt_parameters(model) if config.optimizer.groups else [], []
     for group in config.optimizer.groups:
