@@ -37,12 +37,12 @@ TRAINING = {
 } - {
     *("model.name", "model.loss_chunk_tokens", "model.moe.dispatcher"),
     *("data.cache_dir", "data.workers", "data.streaming"),
-    *(f"optimizer.{name}" for name in ("zero", "instances", "bucket_size", "overlap", "ownership")),
+    *(f"optimizer.{name}" for name in ("zero", "instances", "bucket_size", "overlap", "ownership", "may_change")),
     *("optimizer.communication_dtype", "optimizer.initial_loss_scale", "optimizer.min_loss_scale"),
     *("optimizer.loss_scale_window", "optimizer.hysteresis"),
 }
 # Settings of later versions, whose defaults leave the names of older runs as they are.
-LATER = {"optimizer.name", *(name for name in SETTINGS if name.startswith("optimizer.muon."))}
+LATER = {"optimizer.name", "optimizer.groups", *(name for name in SETTINGS if name.startswith("optimizer.muon."))}
 
 
 def derive(config: Config, world_size: int = 1) -> Config:

@@ -158,6 +158,7 @@ class TrainConfig:
     attention: str = setting("auto", "auto: cuDNN or flash, for documents flex", choices="auto|cudnn|flash|flex|fa4")
     deterministic: bool = setting(False, "CUDA: additions in one order, so that runs repeat bit for bit")
     fp8: str | None = setting(None, "precision=bf16: inner blocks multiply fp8 numbers", choices="tensorwise|rowwise")
+    fp8_weight_gradients: bool = setting(False, "fp8: weight gradients multiply fp8 numbers, too")
     max_bad_steps: int = setting(10, "stop after this many steps in a row that were not applied", at_least=1)
     skip_spikes: float | None = setting(
         None, "do not apply a step with a loss or gradient norm this many sigmas above the mean; null: all", above=0
@@ -199,7 +200,7 @@ class MuonConfig:
     rms: float = setting(0.2, "root mean square of an update with match_adamw", above=0)
     qkv: str = setting("projection", "orthogonalised for themselves: q, k and v, or heads", choices="projection|head")
     router: bool = setting(True, "routers are matrices, too")
-    dtype: str | None = setting(None, "of the products; null: bf16 on CUDA, else fp32", choices="fp32|bf16")
+    dtype: str | None = setting(None, "of the products; null: fp32 with precision=fp32, else bf16", choices="fp32|bf16")
 
 
 @dataclass
@@ -223,11 +224,13 @@ class OptimizerConfig:
     ownership: str | None = setting(None, "cuts of state; null: even, with muon at matrices", choices="even|whole")
     gradient_dtype: str = setting("fp32", "type of gradient sums; bf16: with precision=bf16", choices="fp32|bf16")
     communication_dtype: str = setting(None, "type of gradients sent; null: gradient_dtype", choices="fp32|bf16")
+    may_change: bool = setting(False, "a run may go on with another optimizer, whose state begins anew")
     moment_dtype: str = setting("fp32", "type of the first moment; the second is fp32", choices="fp32|bf16")
     initial_loss_scale: float = setting(65536.0, "fp16: multiplies the loss at first", above=0, at_most=2.0**32)
     min_loss_scale: float = setting(1.0, "fp16: the scale never falls below this", above=0, at_most=2.0**32)
     loss_scale_window: int = setting(1000, "fp16: steps without an overflow after which the scale doubles", at_least=1)
     hysteresis: int = setting(2, "fp16: overflows since the scale last doubled that halve it", at_least=1)
+    groups: list[dict[str, Any]] = setting([], "{match: pattern of names, lr: PEAK or 0.1x, weight_decay: NUMBER} each")
 
     muon: MuonConfig = field(default_factory=MuonConfig)
 

@@ -27,10 +27,10 @@ from torch import Tensor
 from megalite.checkpoint.commit import STATE, committed, step_name
 from megalite.checkpoint.manifest import Piece, boxes
 from megalite.checkpoint.reading import Found, inspect
-from megalite.checkpoint.run_folder import RunFolder
+from megalite.checkpoint.run_folder import OF_STATE, RunFolder
 from megalite.checkpoint.store import BackgroundSaves, CheckpointError, Saved, save
 from megalite.config.files import as_record
-from megalite.config.settings import as_plain
+from megalite.config.settings import as_plain, leaves
 from megalite.errors.problems import Problem, UserError, several
 from megalite.launch.context import ParallelContext, rank0_broadcast
 from megalite.layout.buffer_layout import Kind, OwnedRange, slice_ranges
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 CHUNK = 1 << 22  # elements hashed at a time: bounds the int64 copy
 MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed 64-bit number: Fibonacci hashing
 ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dtype: a resume rounds masters anew
+ROUTERS = "blocks"  # what routers keep beside their parameters
 
 
 @dataclass
@@ -102,12 +103,20 @@ def restore(job: "Job", found: Found) -> None:
 def read_state(job: "Job", found: Found) -> SavedState:
     """All that training has changed becomes what a checkpoint holds, but for the job's progress; collective."""
     state, training = SavedState.of(found), job.training
-    found.read_into(training_pieces(training), unread=lambda name: name.startswith(f"{ROUNDED}."))
+    pieces, unread = training_pieces(training), {ROUNDED}
+    before, now = leaves(state.config), leaves(as_plain(job.config))
+    if any(before.get(name, now[name]) != now[name] for name in OF_STATE):
+        dropped = {kind_of(name) for name in found.manifest.tensors} - {"master", ROUNDED, ROUTERS}
+        job.log.note(f"the optimizer's state begins anew: {', '.join(sorted(dropped))} of the checkpoint are dropped")
+        unread |= dropped | {kind_of(piece.name) for piece in pieces} - {"master", ROUTERS}
+        for piece in (piece for piece in pieces if kind_of(piece.name) in unread):
+            piece.tensor.zero_()  # a rollback finds what later steps have left
+    found.read_into(pieces, unread=lambda name: kind_of(name) in unread)
     training.cast_and_gather_params()
     if training.loss_scale is not None and state.loss_scale is not None:  # not if it was no fp16 run
         training.loss_scale.state.copy_(torch.tensor(state.loss_scale))
     if training.spikes is not None:
-        same = state.config["train"]["seq_length"] == job.config.train.seq_length  # else its losses say nothing
+        same = before["train.seq_length"] == now["train.seq_length"]  # else its losses say nothing
         training.spikes.fill(state.spikes if same else [])
     return state
 
@@ -146,6 +155,11 @@ def training_pieces(training: Training) -> list[Piece]:
     pieces += [Piece(name, (len(value),), (0,), value) for name, value in Routers(training.chunks).state()]
     numbers = [(name, number) for name, number in state.items() if isinstance(number, Tensor)]
     return pieces + [Piece(f"optimizer.{name}", (1,), (0,), number) for name, number in numbers]
+
+
+def kind_of(name: str) -> str:
+    """What a saved tensor is of its parameter: master, exp_avg, ..."""
+    return name.partition(".")[0]
 
 
 @torch.no_grad()

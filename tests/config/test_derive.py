@@ -180,6 +180,7 @@ def test_a_name_that_is_no_folder_s_is_refused(name: str) -> None:
 
 OTHER_VALUES = {int: 12, float: 0.25, bool: True, str: "other", Any: "some/path"}
 OTHER_VALUES |= {list[int]: [1, 1, 1], list[float]: [0.5, 0.5], list[str]: ["norm"]}
+OTHER_VALUES |= {list[dict[str, Any]]: [{"match": "*", "lr": 0.1}]}
 
 
 def other_value(name: str) -> Any:
@@ -196,7 +197,7 @@ SAME_TRAINING = {
     *("run_dir", "run_name", "resume", "device", "precision", "data.cache_dir", "data.workers", "data.streaming"),
     "model.name",  # stands in the folder's name itself
     *("model.loss_chunk_tokens", "model.moe.dispatcher", "checkpoint.interval", "checkpoint.keep", "checkpoint.async"),
-    *(f"optimizer.{name}" for name in ("zero", "instances", "bucket_size", "overlap", "ownership")),
+    *(f"optimizer.{name}" for name in ("zero", "instances", "bucket_size", "overlap", "ownership", "may_change")),
     *(f"optimizer.{name}" for name in ("communication_dtype", "initial_loss_scale", "min_loss_scale")),
     *(f"optimizer.{name}" for name in ("loss_scale_window", "hysteresis")),
     *(name for name in SETTINGS if name.startswith(("parallel.", "log.", "launch.", "sweep."))),
