@@ -44,6 +44,14 @@ def test_every_sequence_is_judged_by_mean_and_deviation_of_what_was_applied(step
         assert spikes.known() == [[*step] for step in applied[-7:]]
 
 
+@given(st.lists(st.floats(0.1, 10), min_size=4, max_size=8, unique=True), st.sampled_from([0.5, 2.0, 6.0]))
+def test_the_limit_is_exact(values: list[float], sigmas: float) -> None:
+    for factor, expected in ((1 - 1e-9, False), (1 + 1e-9, True)):
+        spikes = window(sigmas)
+        spikes.fill([(value, 1.0) for value in values])
+        assert skips(spikes, limit(values, sigmas) * factor, 0.0) == expected
+
+
 def test_nothing_is_judged_before_half_of_the_window_is_known() -> None:
     spikes = window(size=9)
     assert not any(skips(spikes, value, value) for value in (1.0, 2.0, 1e3, 1.0, 1e6))

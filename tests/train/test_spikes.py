@@ -110,7 +110,8 @@ def _decisions(context: ParallelContext, config: Config, alone: bool) -> tuple[A
 
 def on_ranks(text: Path, run_dir: Path, layout: ParallelLayout, alone: bool, **train: Any) -> list[Any]:
     config = config_for(text, run_dir, **SPIKES, **train)
-    config.model = replace(config.model, num_layers=2, dropout=0.0, attention_dropout=0.0, embedding_dropout=0.0)
+    no_dropout = {"dropout": 0.0, "attention_dropout": 0.0, "embedding_dropout": 0.0}
+    config.model = replace(config.model, num_layers=2, tie_embeddings=not alone, **no_dropout)
     parallel = replace(config.parallel, pp=layout.pp, timeout_s=20)
     config = derive(replace(config, precision="fp64", parallel=parallel), layout.world_size)
     if layout.world_size == 1:
