@@ -225,6 +225,19 @@ def test_a_run_that_cannot_go_back_or_would_again_gives_up(
     assert f"checkpoint of step {intact} is intact" in message or intact is None
 
 
+def test_a_run_that_has_changed_its_optimizer_goes_back_to_no_state_of_it(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disturb([7, 8, 9], NOT_FINITE, monkeypatch)
+    for name, train in (("by hand", {"skip_steps": [5, 6, 7, 8, 9]}), ("run", {"rollback_after": 3})):
+        assert start(config_for(text, tmp_path / name, steps=4)) == 0
+        config = config_for(text, tmp_path / name, **train)
+        config.optimizer = replace(config.optimizer, name="muon", ownership=None, may_change=True)
+        assert start(derive(config)) == 0
+    assert ("rolled_back", 9) in told(tmp_path / "run")
+    assert state_bytes(tmp_path / "run", STEPS) == state_bytes(tmp_path / "by hand", STEPS)
+
+
 def test_a_damaged_checkpoint_is_passed_over_on_the_way_back(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
