@@ -17,7 +17,7 @@ from megalite.config.schema import LEAST_FLEX_HEAD, ModelConfig
 from megalite.context_parallel.attention import context_attention
 from megalite.context_parallel.exchange import CpGroups
 from megalite.data.batch import Batch
-from megalite.kernels.attention import attention
+from megalite.kernels.attention import attention, compiled_raise_largest, raise_largest
 from megalite.kernels.attention_mask import MAX_ROWS, AttentionMask, DocumentRows, block_mask, dense_mask
 from megalite.kernels.dropout import DropoutKey
 from megalite.launch.device import FOR_MASKS, KERNELS
@@ -26,9 +26,20 @@ from megalite.model.parameters import GROUPS
 from megalite.model.recompute import Recompute
 from megalite.model.rotary import rotate
 from megalite.moe.balance import TokenMasks
+from megalite.tensor_parallel.collectives import finish, start_all_gather
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TpContext
 
 Heads = tuple[Tensor, Tensor, Tensor]  # queries [s, b, groups, q_per_kv, d], keys [.., 1, d], values [.., 1, e]
+
+
+@dataclass(frozen=True)
+class LargestLogits:
+    """The largest attention logit of each group of heads in a step so far, [groups], and what queries may see: `places`
+    [n] of this rank's tokens and, unless they see whole sequences, `documents` [b, s]."""
+
+    largest: Tensor
+    places: Tensor
+    documents: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,7 @@ class BlockInputs:
     attention_dropout: DropoutKey | None = None
     mlp_dropout: DropoutKey | None = None
     tokens: TokenMasks | None = None  # for routers
+    logits: LargestLogits | None = None  # to be kept up, for QK-clip
     routing: list[Tensor] = field(default_factory=list)  # to which each layer with experts adds a row of metrics
 
 
@@ -94,9 +106,22 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
         """[n, b, h] -> [n, b, h], with sequence parallelism [n/t, b, h] -> [n/t, b, h]"""
-        core = self.recompute.wrap("attention", partial(self.core, inputs=inputs))
-        out: Tensor = self.out(core(*self.project(x)))
+        core, projected = self.recompute.wrap("attention", partial(self.core, inputs=inputs)), self.project(x)
+        if inputs.logits is not None:
+            self.note_largest(self.heads(*projected, inputs=inputs), inputs.logits)
+        out: Tensor = self.out(core(*projected))
         return out
+
+    @torch.no_grad()
+    def note_largest(self, heads: Heads, logits: LargestLogits) -> None:
+        """Raise the largest logits to those of a microbatch. Ranks that share sequences gather all keys."""
+        queries, keys = (part.detach() for part in heads[:2])
+        places = logits.places
+        for group in () if self.context is None else (self.context.alltoall, self.context.ring):
+            if group is not None:
+                keys, places = (finish(start_all_gather(part, group)) for part in (keys, places))
+        note = compiled_raise_largest if torch.compiler.is_compiling() else raise_largest
+        note(logits.largest, queries, keys, logits.places, places, logits.documents)
 
     def core(self, *projected: Tensor, inputs: BlockInputs) -> Tensor:
         """Everything between the projections -> [n, b, heads * e]."""
