@@ -70,7 +70,8 @@ class QkClip:
             rows.mul_(factors[at].to(rows.dtype).unsqueeze(1))
         return self._largest.amax(1)
 
-    def _rows_of(self, owned: OwnedRange, master: Tensor) -> Iterator[tuple[Tensor, list[int]]]:
+    @staticmethod
+    def _rows_of(owned: OwnedRange, master: Tensor) -> Iterator[tuple[Tensor, list[int]]]:
         """The elements of a range as rows with one factor each, [rows, elements]: whole heads, and what borders cut off
         before and behind these."""
         record, box, bounds = owned.slot.record, owned.box, owned.in_box
