@@ -158,6 +158,7 @@ class TrainConfig:
     attention: str = setting("auto", "auto: cuDNN or flash, for documents flex", choices="auto|cudnn|flash|flex|fa4")
     deterministic: bool = setting(False, "CUDA: additions in one order, so that runs repeat bit for bit")
     fp8: str | None = setting(None, "precision=bf16: inner blocks multiply fp8 numbers", choices="tensorwise|rowwise")
+    fp8_weight_gradients: bool = setting(False, "fp8: weight gradients multiply fp8 numbers, too")
     max_bad_steps: int = setting(10, "stop after this many in a row without a finite loss or gradient", at_least=1)
     check_replicas_every: int = setting(100, "steps between checks that replicas are equal; 0: none", at_least=0)
     record_pipeline: int = setting(0, "steps between recordings of the pipeline's times; 0: none", at_least=0)
