@@ -73,8 +73,7 @@ def raise_largest(
     Queries [n, b, groups, q_per_kv, d] at `places` [n] see keys [m, b, groups, 1, d] at `key_places` [m] of their
     document of `documents` [b, s], up to themselves. Where m = n both are in order. Logits are there tile by tile.
     """
-    n, b, groups, q, d = queries.shape
-    m = len(keys)
+    (n, b, groups, q, d), m = queries.shape, len(keys)
     size = min(BLOCK, max(1, TILE_ELEMENTS // (b * groups * q * m)))
     queries, keys = _heads(queries), _heads(keys)[:, 0]  # [b * groups, q, n, d], [b * groups, m, d]
     for start in range(0, n, size):

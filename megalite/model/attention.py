@@ -32,14 +32,7 @@ from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLin
 Heads = tuple[Tensor, Tensor, Tensor]  # queries [s, b, groups, q_per_kv, d], keys [.., 1, d], values [.., 1, e]
 
 
-@dataclass(frozen=True)
-class LargestLogits:
-    """The largest attention logit of each group of heads in a step so far, [groups], and what queries may see: `places`
-    [n] of this rank's tokens and, unless they see whole sequences, `documents` [b, s]."""
-
-    largest: Tensor
-    places: Tensor
-    documents: Tensor | None
+LargestLogits = tuple[Tensor, Tensor, Tensor | None]  # so far, [groups]; places [n] of tokens; documents [b, s]
 
 
 @dataclass(frozen=True)
@@ -52,7 +45,7 @@ class BlockInputs:
     attention_dropout: DropoutKey | None = None
     mlp_dropout: DropoutKey | None = None
     tokens: TokenMasks | None = None  # for routers
-    logits: LargestLogits | None = None  # to be kept up, for QK-clip
+    logits: LargestLogits | None = None  # to be raised, for QK-clip
     routing: list[Tensor] = field(default_factory=list)  # to which each layer with experts adds a row of metrics
 
 
@@ -115,13 +108,13 @@ class Attention(nn.Module):
     @torch.no_grad()
     def note_largest(self, heads: Heads, logits: LargestLogits) -> None:
         """Raise the largest logits to those of a microbatch. Ranks that share sequences gather all keys."""
-        queries, keys = (part.detach() for part in heads[:2])
-        places = logits.places
+        (queries, keys, _), (largest, places, documents) = heads, logits
+        seen = keys.detach(), places
         for group in () if self.context is None else (self.context.alltoall, self.context.ring):
             if group is not None:
-                keys, places = (finish(start_all_gather(part, group)) for part in (keys, places))
+                seen = finish(start_all_gather(seen[0], group)), finish(start_all_gather(seen[1], group))
         note = compiled_raise_largest if torch.compiler.is_compiling() else raise_largest
-        note(logits.largest, queries, keys, logits.places, places, logits.documents)
+        note(largest, queries.detach(), seen[0], places, seen[1], documents)
 
     def core(self, *projected: Tensor, inputs: BlockInputs) -> Tensor:
         """Everything between the projections -> [n, b, heads * e]."""

@@ -26,7 +26,7 @@ from megalite.kernels.embed import main_grad_of
 from megalite.kernels.fp8 import Recipe
 from megalite.kernels.products import statistics_dtype
 from megalite.layout.stages import StageLayers
-from megalite.model.attention import BlockInputs, LargestLogits, attention_mask
+from megalite.model.attention import BlockInputs, attention_mask
 from megalite.model.block import Block
 from megalite.model.embedding import Embedding
 from megalite.model.loss import TokenLoss, linear_cross_entropy
@@ -64,8 +64,8 @@ class GPT(nn.Module):
     copy of the word embedding) and loss are here. With `tp` it holds this rank's shard of every layer, and of experts
     those that are its own among `expert_ranks`; with `context` it computes this rank's part of each sequence.
     `router_metrics` [layers of the model with experts, 2 E + 5] (balance.py) are summed up over the microbatches of
-    training until someone sets them to 0; rows of layers on other stages stay 0. With optimizer.qk_clip the
-    `largest_logits` [layers here, groups of heads here] are raised until someone lowers them.
+    training until someone sets them to 0; rows of layers on other stages stay 0. Training raises
+    `largest_logits` [groups of heads here] of the layers that someone has put there.
     """
 
     embedding: Embedding
@@ -103,10 +103,7 @@ class GPT(nn.Module):
             positions = self.embeds and model.position == "learned"
             self.embedding = Embedding(model, self.place, positions=positions)
         self.blocks = nn.ModuleDict({str(layer): self._block(layer, train, expert_ranks) for layer in layers})
-        self.largest_logits: Tensor | None = None
-        if config.optimizer.qk_clip is not None:
-            groups = max(1, model.num_key_value_heads // (1 if tp is None else tp.size))
-            self.largest_logits = torch.zeros(len(layers), groups, dtype=statistics_dtype(dtype), device=device)
+        self.largest_logits = dict[int, Tensor]()
         width = 2 * model.moe.num_experts + AFTER_COUNTS
         self.router_metrics = torch.zeros(len(model.expert_layers), width, dtype=torch.float64, device=device)
         first = sum(layer < layers.start for layer in model.expert_layers)
@@ -239,8 +236,8 @@ class GPT(nn.Module):
             mask=attention_mask(batch, x, self.config, self.kernels, compiled=self.compiled),
             tokens=TokenMasks.of(batch, scale, self.sharing, split, ordered=ordered) if self.routers else None,
         )
-        noted = self.largest_logits if self.training and torch.is_grad_enabled() else None
-        for at, (name, block) in enumerate(self.blocks.items()):
+        noted = self.largest_logits if self.training and torch.is_grad_enabled() else {}
+        for name, block in self.blocks.items():
             layer = int(name)
             self.before_use(f"blocks.{name}")
             inputs = replace(
@@ -248,7 +245,7 @@ class GPT(nn.Module):
                 probability_dropout=keys.get((layer, "probabilities")),
                 attention_dropout=keys.get((layer, "attention")),
                 mlp_dropout=keys.get((layer, "mlp")),
-                logits=None if noted is None else LargestLogits(noted[at], batch.places, batch.documents),
+                logits=(noted[layer], batch.places, batch.documents) if layer in noted else None,
             )
             if layer in self.recomputed and torch.is_grad_enabled():
                 x = checkpoint(block, x, inputs, use_reentrant=False, preserve_rng_state=False)

@@ -8,7 +8,7 @@ other row changes a bit, and a step that is skipped changes none.
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from math import prod
+from math import inf, prod
 
 import torch
 import torch.distributed as dist
@@ -18,74 +18,59 @@ from megalite.layout.buffer_layout import OwnedRange
 from megalite.model.gpt import GPT
 from megalite.optim.buffers import TrainingBuffers
 
-NOTHING = float("-inf")
-
 
 class QkClip:
-    """Clips masters of `buffers` by what the `chunks` of all ranks of `world` have noted. `threshold` None: never."""
+    """Clips masters of `buffers` by what the `chunks` of all ranks of `world` note. `threshold` None: never."""
 
     def __init__(
         self, buffers: TrainingBuffers, chunks: Sequence[GPT], threshold: float | None, world: dist.ProcessGroup | None
     ) -> None:
         self._threshold, self._world, config = threshold, world, chunks[0].config
-        self._none = torch.zeros(0, dtype=torch.float64, device=buffers.device)
-        # By layer and group of the model; behind them one number that stays as it is, for values.
-        self._largest = self._none.new_zeros(config.num_layers, config.num_key_value_heads)
-        self._noted = list[tuple[Tensor, Tensor]]()  # what a layer here has noted, and its part of the table
-        self._rows = list[tuple[Tensor, Tensor]]()  # masters [rows, elements], and where in the table each row looks
+        tables = torch.zeros(2, config.num_layers, config.num_key_value_heads, dtype=torch.float64)
+        self._noted, self._largest = tables.to(buffers.device).unbind()  # here, and on all ranks
+        self._rows = list[tuple[Tensor, Tensor]]()  # masters, and where in the flat table each row's logit is
         for chunk in chunks if threshold is not None else ():
-            assert chunk.largest_logits is not None
-            for layer, noted in zip(map(int, chunk.blocks), chunk.largest_logits, strict=True):
-                slot, _ = buffers.places[f"blocks.{layer}.attention.qkv.weight"]
-                first = slot.shard.boxes[0].offsets[0]
-                self._noted.append((noted, self._largest[layer, first : first + len(noted)]))
-        for each in buffers.owned if self._noted else ():
+            for layer in map(int, chunk.blocks):
+                shard = buffers.places[f"blocks.{layer}.attention.qkv.weight"][0].shard
+                first = shard.boxes[0].offsets[0]
+                chunk.largest_logits[layer] = self._noted[layer, first : first + shard.shape[0]]
+        for each in buffers.owned if threshold is not None else ():
             if ".attention.qkv." in each.slot.record.name:
-                whole = buffers.masters[each.bucket]
-                master = whole[each.in_slice.start : each.in_slice.stop]
-                self._rows += [
-                    (part, torch.tensor(at, device=buffers.device)) for part, at in self._rows_of(each, master)
-                ]
+                self._rows += rows_of(each, buffers.masters[each.bucket][each.in_slice.start : each.in_slice.stop])
 
     def start_step(self) -> None:
         """Forget the logits of the step before."""
-        for noted, _ in self._noted:
-            noted.fill_(NOTHING)
+        self._noted.fill_(-inf)
 
     @torch.no_grad()
     def step(self, skip: Tensor) -> Tensor:
         """After the optimizer's: clip, but not where `skip` (0-d). Returns the largest logit of each layer of the
-        model, [layers] fp64, or nothing."""
+        model, [layers] fp64, or without a threshold nothing, [0]."""
         if self._threshold is None:
-            return self._none
-        self._largest.fill_(NOTHING)
-        for noted, place in self._noted:
-            place.copy_(noted)
+            return self._largest[:0, 0]
+        self._largest.copy_(self._noted)
         if self._world is not None:
             dist.all_reduce(self._largest, dist.ReduceOp.MAX, self._world)
-        above = (self._largest > self._threshold) & ~skip
-        factors = torch.where(above, self._threshold / self._largest, 1.0).sqrt().flatten()
+        clipped = (self._largest > self._threshold) & ~skip
+        factors = torch.where(clipped, self._threshold / self._largest, 1.0).sqrt().flatten()
         factors = torch.cat([factors, torch.ones_like(factors[:1])])
-        for rows, at in self._rows:
-            rows.mul_(factors[at].to(rows.dtype).unsqueeze(1))
+        for rows, places in self._rows:
+            rows.mul_(factors[places].to(rows.dtype).unsqueeze(1))
         return self._largest.amax(1)
 
-    @staticmethod
-    def _rows_of(owned: OwnedRange, master: Tensor) -> Iterator[tuple[Tensor, list[int]]]:
-        """The elements of a range as rows with one factor each, [rows, elements]: whole heads, and what borders cut off
-        before and behind these."""
-        record, box, bounds = owned.slot.record, owned.box, owned.in_box
-        assert isinstance(record.place, int)
-        size = prod(box.sizes[2:])  # of a head
-        first, last = -(-bounds.start // size) * size, bounds.stop // size * size
-        cuts = sorted({bounds.start, min(first, bounds.stop), max(last, bounds.start), bounds.stop})
-        for start, stop in pairwise(cuts):
-            heads = range(start // size, -(-stop // size))
-            groups = (divmod(head, box.sizes[1]) for head in heads)
-            at = [
-                record.place * record.shape[0] + box.offsets[0] + group
-                if box.offsets[1] + head < record.shape[1] - 1
-                else -1
-                for group, head in groups
-            ]
-            yield master[start - bounds.start : stop - bounds.start].view(len(heads), -1), at
+
+def rows_of(owned: OwnedRange, master: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The elements of a range of queries, keys and values as rows with one factor each, [rows, elements]: whole heads,
+    and what borders cut off before and behind them. With the place of each row's group among the logits of all layers,
+    -1 where the row is a value's."""
+    record, box, range_ = owned.slot.record, owned.box, owned.in_box
+    assert isinstance(record.place, int)
+    places = record.place * record.shape[0] + torch.arange(record.shape[0]).unsqueeze(1).repeat(1, record.shape[1])
+    places[:, -1] = -1
+    places = places[box.logical[:2]].flatten()
+    size = prod(box.sizes[2:])  # of a head
+    first, last = -(-range_.start // size) * size, range_.stop // size * size
+    cuts = {range_.start, min(first, range_.stop), max(last, range_.start), range_.stop}
+    for start, stop in pairwise(sorted(cuts)):
+        of_rows = places[start // size : -(-stop // size)].to(master.device)
+        yield master[start - range_.start : stop - range_.start].view(len(of_rows), -1), of_rows

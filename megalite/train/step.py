@@ -28,27 +28,23 @@ class PendingMetrics:
     """The metrics of a step that the device may still be working on. They are copied to the host behind it, so that
     reading them later waits for this step and for none that was launched after it."""
 
-    def __init__(
-        self, numbers: Sequence[Tensor], tables: Sequence[Tensor], lap: Callable[[], TimeSplit], *, fp16: bool
-    ) -> None:
-        """`numbers`: the first fields of StepMetrics, 0-d fp64 each. `tables`: its fields `routing` and
-        `largest_logits`, on the device, maybe empty. `lap`: this rank's times, to be read once, after them."""
+    def __init__(self, numbers: Sequence[Tensor], routing: Tensor, lap: Callable[[], TimeSplit], *, fp16: bool) -> None:
+        """`numbers`: the first fields of StepMetrics, then its `largest_logits`, 0-d fp64 each. `routing`: its field, on
+        the device, maybe empty. `lap`: this rank's times, to be read once, after them."""
         self._lap, self._fp16 = lap, fp16
-        on_device = torch.cat([torch.stack(list(numbers)), *(table.flatten() for table in tables)])
+        on_device = torch.cat([torch.stack(list(numbers)), routing.flatten()])
         on_host = on_device.to("cpu", non_blocking=True)  # into pinned memory
-        self._numbers, *flat = on_host.split([len(numbers), *(table.numel() for table in tables)])
-        self._tables = [part.view(table.shape) for part, table in zip(flat, tables, strict=True)]
+        self._numbers, self._routing = on_host[: len(numbers)], on_host[len(numbers) :].view(routing.shape)
         self._done = torch.cuda.current_stream().record_event() if on_device.is_cuda else None
 
     def read(self) -> StepMetrics:
         """Waits until the step is done."""
         if self._done is not None:
             self._done.synchronize()
-        loss, grad_norm, tokens, *flags, lr, scale = self._numbers.tolist()
-        skipped, stop, refused = (flag > 0 for flag in flags)
-        routing, logits = (table if len(table) else None for table in self._tables)
-        of_fp16 = scale if self._fp16 else None
-        numbers = loss, grad_norm, int(tokens), skipped, stop, refused, lr, of_fp16
+        loss, grad_norm, tokens, *others = self._numbers.tolist()
+        (skipped, stop, refused), (lr, scale, *logits) = (flag > 0 for flag in others[:3]), others[3:]
+        scale, routing = scale if self._fp16 else None, self._routing if len(self._routing) else None
+        numbers = loss, grad_norm, int(tokens), skipped, stop, refused, lr, scale
         return StepMetrics(*numbers, routing, logits, self._lap())
 
 
@@ -150,7 +146,7 @@ class TrainStep:
         self._lr.fill_(lr)
         self.updates = True
         training.optimizer.step(self._lr, divisor=divisor, skip=skipped.to(torch.float32))
-        logits = self._qk_clip.step(skipped)
+        logits = self._qk_clip.step(skipped).unbind()
         if scale is not None:
             scale.update(overflow.to(torch.float32))
         self._routers.update(routing, skipped.double())
@@ -159,8 +155,9 @@ class TrainStep:
         if not training.optimizer.rounds or len(logits):
             training.buffers.round_masters()
         training.gather.start()
-        numbers = [loss, norm, tokens.double(), skipped.double(), stopping, refusing, self._lr, loss_scale.double()]
-        return PendingMetrics(numbers, [routing, logits], clock.lap(), fp16=scale is not None)
+        flags = skipped.double(), stopping, refusing
+        numbers = [loss, norm, tokens.double(), *flags, self._lr, loss_scale.double(), *logits]
+        return PendingMetrics(numbers, routing, clock.lap(), fp16=scale is not None)
 
     def _number(self, value: float, dtype: torch.dtype) -> Tensor:
         """0-d, made on the device by a kernel: a copy from the host would wait."""

@@ -8,8 +8,11 @@ from torch import Tensor
 
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
+from megalite.layout.buffer_layout import OwnedRange
+from megalite.layout.parameters import ShardBox
 from megalite.model import attention as attention_module
 from megalite.model.attention import Attention
+from megalite.optim import qk_clip as qk_clip_module
 from megalite.optim.qk_clip import QkClip
 
 
@@ -47,15 +50,15 @@ def of_own_keys(context: ParallelContext, config: Config) -> None:
 
 def of_the_shard(context: ParallelContext, config: Config) -> None:
     """The value is what comes last of the rank's queries, key and value."""
-    right = QkClip._rows_of
+    right = qk_clip_module.rows_of
 
-    def rows_of(self: QkClip, owned: Any, master: Tensor) -> Any:
-        record = owned.slot.record
-        shape = (record.shape[0], owned.slot.shard.shape[1], *record.shape[2:])
-        slot = replace(owned.slot, record=replace(record, shape=shape))
-        return right(self, replace(owned, slot=slot), master)
+    def rows_of(owned: OwnedRange, master: Tensor) -> Any:
+        held = owned.slot.shard.shape
+        whole = ShardBox((owned.box.offsets[0], *owned.box.local_offsets[1:]), owned.box.sizes, owned.box.local_offsets)
+        slot = replace(owned.slot, record=replace(owned.slot.record, shape=(owned.slot.record.shape[0], *held[1:])))
+        return right(replace(owned, slot=slot, box=whole), master)
 
-    QkClip._rows_of = rows_of  # type: ignore[method-assign]
+    qk_clip_module.rows_of = rows_of
 
 
 def without_documents(context: ParallelContext, config: Config) -> None:

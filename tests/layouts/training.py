@@ -55,7 +55,7 @@ class Trace:
     state: dict[str, list[Piece]]  # of the optimizer
     routers: dict[str, Tensor]  # of each layer here with experts what balances them without a gradient
     routing: list[Tensor]  # of each step, what all routers counted; empty without experts
-    logits: list[Tensor]  # of each step, the largest of each layer; empty without QK-clip
+    logits: list[list[float]]  # of each step, the largest of each layer, with QK-clip
 
 
 def merged(*changes: Overrides) -> Overrides:
@@ -140,7 +140,7 @@ def train(
         masters=_owned(buffers, buffers.masters),
         state={name: _owned(buffers, slices) for name, slices in slices_of(training.optimizer.state()).items()},
         routing=[f.routing for f in figures if f.routing is not None],
-        logits=[f.largest_logits for f in figures if f.largest_logits is not None],
+        logits=[[*f.largest_logits] for f in figures],
         routers={name: value.clone() for name, value in Routers(training.chunks).state()},
     )
 

@@ -23,7 +23,7 @@ from megalite.model.attention import Attention
 from megalite.model.gpt import GPT
 from megalite.model.parameters import gpt_parameters
 from megalite.optim.adamw import FlatAdamW
-from megalite.optim.qk_clip import QkClip
+from megalite.optim.qk_clip import rows_of
 from megalite.train.build import Training, build_training
 from megalite.train.metrics import Meter, StepMetrics
 from megalite.train.step import TrainStep
@@ -105,7 +105,7 @@ def test_a_step_multiplies_queries_and_keys_of_groups_above_the_threshold(model:
     step(batches, count, 0.02)
     _, clipped, step = build(model, name=name, qk_clip=threshold)
     found = step(batches, count, 0.02).read().largest_logits
-    torch.testing.assert_close(found, largest.amax(1), rtol=1e-12, atol=0)
+    torch.testing.assert_close(found, largest.amax(1).tolist(), rtol=1e-12, atol=0)
     wanted, assorted = masters_of(plain), largest > threshold
     assert bool(assorted.any()), "some are clipped"
     assert not bool(assorted.all()), "some are not"
@@ -122,10 +122,8 @@ def test_a_step_after_the_clip_has_logits_of_the_threshold() -> None:
     _, training, step = build("gpt2", qk_clip=1.5)
     batches = batches_of("gpt2")
     logits = [step(batches, 400, 1e-12).read().largest_logits for _ in range(4)]
-    assert logits[0] is not None
-    assert logits[-1] is not None
-    assert float(logits[0].min()) > 1.6
-    assert float(logits[-1].max()) == pytest.approx(1.5, rel=1e-6)
+    assert min(logits[0]) > 1.6
+    assert max(logits[-1]) == pytest.approx(1.5, rel=1e-6)
     assert torch.equal(training.buffers.parameters[0], training.buffers.masters[0])
 
 
@@ -167,8 +165,8 @@ def test_every_cut_of_a_parameter_is_multiplied_by_rows() -> None:
         for start, stop in combinations(range(prod(box.sizes) + 1), 2):
             owned = OwnedRange(slot, 0, box, range(start, stop), range(start, stop), range(stop - start))
             master = torch.zeros(stop - start, dtype=torch.int64)
-            for rows, at in QkClip._rows_of(owned, master):
-                rows += torch.tensor(at)[:, None]
+            for rows, places in rows_of(owned, master):
+                rows += places[:, None]
             assert torch.equal(master, wanted[start:stop]), (box, start, stop)
 
 
@@ -210,7 +208,7 @@ def test_metrics_tell_the_largest_since_the_line_before() -> None:
     config = build("gpt2")[0]
     meter = Meter(config, ParallelContext(), {})
     for step, logits in enumerate(([3.0, 9.0], [4.0, 1.0]), 1):
-        metrics = StepMetrics(2.0, 1.0, 64, False, False, False, 1e-3, largest_logits=torch.tensor(logits))
+        metrics = StepMetrics(2.0, 1.0, 64, False, False, False, 1e-3, largest_logits=logits)
         meter.add(
             replace(metrics, time_split={**metrics.time_split, "forward": 1.0}),
             StepBatches(PlannedStep(step, 0, 8, skipped=False), [], 0),
