@@ -193,7 +193,7 @@ class MuonConfig:
     rms: float = setting(0.2, "root mean square of an update with match_adamw", above=0)
     qkv: str = setting("projection", "orthogonalised for themselves: q, k and v, or heads", choices="projection|head")
     router: bool = setting(True, "routers are matrices, too")
-    dtype: str | None = setting(None, "of the products; null: bf16 on CUDA, else fp32", choices="fp32|bf16")
+    dtype: str | None = setting(None, "of the products; null: fp32 with precision=fp32, else bf16", choices="fp32|bf16")
 
 
 @dataclass
@@ -218,6 +218,7 @@ class OptimizerConfig:
     ownership: str | None = setting(None, "cuts of state; null: even, with muon at matrices", choices="even|whole")
     gradient_dtype: str = setting("fp32", "type of gradient sums; bf16: with precision=bf16", choices="fp32|bf16")
     communication_dtype: str = setting(None, "type of gradients sent; null: gradient_dtype", choices="fp32|bf16")
+    may_change: bool = setting(False, "a run may go on with another optimizer, whose state begins anew")
     moment_dtype: str = setting("fp32", "type of the first moment; the second is fp32", choices="fp32|bf16")
     initial_loss_scale: float = setting(65536.0, "fp16: multiplies the loss at first", above=0, at_most=2.0**32)
     min_loss_scale: float = setting(1.0, "fp16: the scale never falls below this", above=0, at_most=2.0**32)
