@@ -94,6 +94,19 @@ def raise_largest(
 compiled_raise_largest = torch.library.custom_op("megalite::raise_largest", raise_largest, mutates_args=("largest",))
 
 
+@torch.library.custom_op("megalite::copy", mutates_args=())
+def _copy(x: Tensor) -> Tensor:
+    return x.clone()
+
+
+_copy.register_fake(torch.empty_like)
+
+
+def apart(x: Tensor) -> Tensor:
+    """x without a gradient. To a compiler it is another tensor: what is made of it is not what backward rebuilds."""
+    return _copy(x.detach()) if torch.compiler.is_compiling() else x.detach()
+
+
 class _ByRows(torch.autograd.Function):
     """Causal attention on CPUs by blocks of query rows: each block sees the keys that its rows need and no others.
 

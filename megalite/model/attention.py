@@ -17,7 +17,7 @@ from megalite.config.schema import LEAST_FLEX_HEAD, ModelConfig
 from megalite.context_parallel.attention import context_attention
 from megalite.context_parallel.exchange import CpGroups
 from megalite.data.batch import Batch
-from megalite.kernels.attention import attention, compiled_raise_largest, raise_largest
+from megalite.kernels.attention import apart, attention, compiled_raise_largest, raise_largest
 from megalite.kernels.attention_mask import MAX_ROWS, AttentionMask, DocumentRows, block_mask, dense_mask
 from megalite.kernels.dropout import DropoutKey
 from megalite.launch.device import FOR_MASKS, KERNELS
@@ -101,7 +101,7 @@ class Attention(nn.Module):
         """[n, b, h] -> [n, b, h], with sequence parallelism [n/t, b, h] -> [n/t, b, h]"""
         core, projected = self.recompute.wrap("attention", partial(self.core, inputs=inputs)), self.project(x)
         if inputs.logits is not None:
-            self.note_largest(self.heads(*projected, inputs=inputs), inputs.logits)
+            self.note_largest(self.heads(*map(apart, projected), inputs=inputs), inputs.logits)
         out: Tensor = self.out(core(*projected))
         return out
 

@@ -29,8 +29,8 @@ class PendingMetrics:
     reading them later waits for this step and for none that was launched after it."""
 
     def __init__(self, numbers: Sequence[Tensor], routing: Tensor, lap: Callable[[], TimeSplit], *, fp16: bool) -> None:
-        """`numbers`: the first fields of StepMetrics, then its `largest_logits`, 0-d fp64 each. `routing`: its field, on
-        the device, maybe empty. `lap`: this rank's times, to be read once, after them."""
+        """`numbers`: the first fields of StepMetrics, then its `largest_logits`, 0-d fp64 each. `routing`: its field,
+        on the device, maybe empty. `lap`: this rank's times, to be read once, after them."""
         self._lap, self._fp16 = lap, fp16
         on_device = torch.cat([torch.stack(list(numbers)), routing.flatten()])
         on_host = on_device.to("cpu", non_blocking=True)  # into pinned memory

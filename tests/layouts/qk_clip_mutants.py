@@ -9,7 +9,6 @@ from torch import Tensor
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
 from megalite.layout.buffer_layout import OwnedRange
-from megalite.layout.parameters import ShardBox
 from megalite.model import attention as attention_module
 from megalite.model.attention import Attention
 from megalite.optim import qk_clip as qk_clip_module
@@ -48,15 +47,14 @@ def of_own_keys(context: ParallelContext, config: Config) -> None:
     Attention.note_largest = note_largest  # type: ignore[method-assign]
 
 
-def of_the_shard(context: ParallelContext, config: Config) -> None:
-    """The value is what comes last of the rank's queries, key and value."""
+def of_the_box(context: ParallelContext, config: Config) -> None:
+    """The value is what comes last of each box, also of one with queries alone."""
     right = qk_clip_module.rows_of
 
     def rows_of(owned: OwnedRange, master: Tensor) -> Any:
-        held = owned.slot.shard.shape
-        whole = ShardBox((owned.box.offsets[0], *owned.box.local_offsets[1:]), owned.box.sizes, owned.box.local_offsets)
-        slot = replace(owned.slot, record=replace(owned.slot.record, shape=(owned.slot.record.shape[0], *held[1:])))
-        return right(replace(owned, slot=slot, box=whole), master)
+        record, box = owned.slot.record, owned.box
+        shape = (record.shape[0], box.offsets[1] + box.sizes[1], *record.shape[2:])
+        return right(replace(owned, slot=replace(owned.slot, record=replace(record, shape=shape))), master)
 
     qk_clip_module.rows_of = rows_of
 

@@ -31,7 +31,7 @@ LONG_ROWS = [
     row("llama", CLIP, cp=2, dp=2, cp_comm="alltoall"),
     row("gpt2", MUON, RAGGED, cp=4, cp_comm="alltoall+ring", cp_alltoall=2),
     row("llama", CLIP, COMPILED, RAGGED, SELECTIVE, cp=2, cp_comm="ring"),
-    row("llama", CLIP, COMPILED, RAGGED, SELECTIVE, tp=2),
+    row("gpt2", CLIP, COMPILED, SELECTIVE, tp=2),
     row("llama", MUON, MOE, dp=4, ep=2),
     row("llama", CLIP, ONE_KEY, FOUR, MOE, tp=2, pp=2, cp=2, ep=2),
 ]
@@ -49,7 +49,7 @@ BROKEN: list[tuple[Mutant, Row]] = [
     (qk_clip_mutants.of_this_rank, row("llama", CLIP, dp=2)),
     (qk_clip_mutants.of_this_rank, row("llama", CLIP, ONE_KEY, tp=2)),
     (qk_clip_mutants.of_own_keys, row("llama", CLIP, cp=2)),
-    (qk_clip_mutants.of_the_shard, row("llama", CLIP, ONE_KEY, tp=2)),
+    (qk_clip_mutants.of_the_box, row("llama", CLIP, ONE_KEY, tp=2)),
     (qk_clip_mutants.without_documents, row("llama", CLIP, RAGGED, dp=2)),
 ]
 
