@@ -92,13 +92,7 @@ def raise_largest(
 
 # A compiler would unroll the tiles.
 compiled_raise_largest = torch.library.custom_op("megalite::raise_largest", raise_largest, mutates_args=("largest",))
-
-
-@torch.library.custom_op("megalite::copy", mutates_args=())
-def _copy(x: Tensor) -> Tensor:
-    return x.clone()
-
-
+_copy = torch.library.custom_op("megalite::copy", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor")
 _copy.register_fake(torch.empty_like)
 
 

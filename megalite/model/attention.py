@@ -32,9 +32,6 @@ from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLin
 Heads = tuple[Tensor, Tensor, Tensor]  # queries [s, b, groups, q_per_kv, d], keys [.., 1, d], values [.., 1, e]
 
 
-LargestLogits = tuple[Tensor, Tensor, Tensor | None]  # so far, [groups]; places [n] of tokens; documents [b, s]
-
-
 @dataclass(frozen=True)
 class BlockInputs:
     """What a block needs besides activations. None: no rotation; nothing dropped."""
@@ -45,7 +42,7 @@ class BlockInputs:
     attention_dropout: DropoutKey | None = None
     mlp_dropout: DropoutKey | None = None
     tokens: TokenMasks | None = None  # for routers
-    logits: LargestLogits | None = None  # to be raised, for QK-clip
+    logits: tuple[Tensor, Tensor, Tensor | None] | None = None  # for QK-clip, what `note_largest` takes beside heads
     routing: list[Tensor] = field(default_factory=list)  # to which each layer with experts adds a row of metrics
 
 
@@ -101,20 +98,19 @@ class Attention(nn.Module):
         """[n, b, h] -> [n, b, h], with sequence parallelism [n/t, b, h] -> [n/t, b, h]"""
         core, projected = self.recompute.wrap("attention", partial(self.core, inputs=inputs)), self.project(x)
         if inputs.logits is not None:
-            self.note_largest(self.heads(*map(apart, projected), inputs=inputs), inputs.logits)
+            self.note_largest(self.heads(*map(apart, projected), inputs=inputs), *inputs.logits)
         out: Tensor = self.out(core(*projected))
         return out
 
-    @torch.no_grad()
-    def note_largest(self, heads: Heads, logits: LargestLogits) -> None:
-        """Raise the largest logits to those of a microbatch. Ranks that share sequences gather all keys."""
-        (queries, keys, _), (largest, places, documents) = heads, logits
-        seen = keys.detach(), places
+    def note_largest(self, heads: Heads, largest: Tensor, places: Tensor, documents: Tensor | None) -> None:
+        """Raise `largest` [groups] to the logits of a microbatch, whose tokens have `places` [n] and maybe `documents`
+        [b, s]. Ranks that share sequences gather all keys."""
+        queries, seen = heads[0].detach(), (heads[1].detach(), places)
         for group in () if self.context is None else (self.context.alltoall, self.context.ring):
             if group is not None:
                 seen = finish(start_all_gather(seen[0], group)), finish(start_all_gather(seen[1], group))
         note = compiled_raise_largest if torch.compiler.is_compiling() else raise_largest
-        note(largest, queries.detach(), seen[0], places, seen[1], documents)
+        note(largest, queries, seen[0], places, seen[1], documents)
 
     def core(self, *projected: Tensor, inputs: BlockInputs) -> Tensor:
         """Everything between the projections -> [n, b, heads * e]."""

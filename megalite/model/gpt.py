@@ -64,8 +64,7 @@ class GPT(nn.Module):
     copy of the word embedding) and loss are here. With `tp` it holds this rank's shard of every layer, and of experts
     those that are its own among `expert_ranks`; with `context` it computes this rank's part of each sequence.
     `router_metrics` [layers of the model with experts, 2 E + 5] (balance.py) are summed up over the microbatches of
-    training until someone sets them to 0; rows of layers on other stages stay 0. Training raises
-    `largest_logits` [groups of heads here] of the layers that someone has put there.
+    training until someone sets them to 0; rows of layers on other stages stay 0.
     """
 
     embedding: Embedding
@@ -103,7 +102,7 @@ class GPT(nn.Module):
             positions = self.embeds and model.position == "learned"
             self.embedding = Embedding(model, self.place, positions=positions)
         self.blocks = nn.ModuleDict({str(layer): self._block(layer, train, expert_ranks) for layer in layers})
-        self.largest_logits = dict[int, Tensor]()
+        self.largest_logits = dict[int, Tensor]()  # by layer, [groups of heads here]: training raises what is there
         width = 2 * model.moe.num_experts + AFTER_COUNTS
         self.router_metrics = torch.zeros(len(model.expert_layers), width, dtype=torch.float64, device=device)
         first = sum(layer < layers.start for layer in model.expert_layers)

@@ -155,9 +155,8 @@ class TrainStep:
         if not training.optimizer.rounds or len(logits):
             training.buffers.round_masters()
         training.gather.start()
-        flags = skipped.double(), stopping, refusing
-        numbers = [loss, norm, tokens.double(), *flags, self._lr, loss_scale.double(), *logits]
-        return PendingMetrics(numbers, routing, clock.lap(), fp16=scale is not None)
+        numbers = [loss, norm, tokens.double(), skipped.double(), stopping, refusing, self._lr, loss_scale.double()]
+        return PendingMetrics([*numbers, *logits], routing, clock.lap(), fp16=scale is not None)
 
     def _number(self, value: float, dtype: torch.dtype) -> Tensor:
         """0-d, made on the device by a kernel: a copy from the host would wait."""
