@@ -140,7 +140,7 @@ def train(
         masters=_owned(buffers, buffers.masters),
         state={name: _owned(buffers, slices) for name, slices in slices_of(training.optimizer.state()).items()},
         routing=[f.routing for f in figures if f.routing is not None],
-        logits=[[*f.largest_logits] for f in figures],
+        logits=[[*f.largest_logits] for f in figures if f.largest_logits],
         routers={name: value.clone() for name, value in Routers(training.chunks).state()},
     )
 
