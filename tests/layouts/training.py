@@ -55,6 +55,7 @@ class Trace:
     state: dict[str, list[Piece]]  # of the optimizer
     routers: dict[str, Tensor]  # of each layer here with experts what balances them without a gradient
     routing: list[Tensor]  # of each step, what all routers counted; empty without experts
+    logits: list[list[float]]  # of each step, the largest of each layer, with QK-clip
 
 
 def merged(*changes: Overrides) -> Overrides:
@@ -139,6 +140,7 @@ def train(
         masters=_owned(buffers, buffers.masters),
         state={name: _owned(buffers, slices) for name, slices in slices_of(training.optimizer.state()).items()},
         routing=[f.routing for f in figures if f.routing is not None],
+        logits=[[*f.largest_logits] for f in figures if f.largest_logits],
         routers={name: value.clone() for name, value in Routers(training.chunks).state()},
     )
 
@@ -168,6 +170,7 @@ def assert_same_training(found: Sequence[Trace], reference: Trace) -> None:
         torch.testing.assert_close(trace.grad_norms, reference.grad_norms, **close)
         torch.testing.assert_close(vars(trace.validation), vars(reference.validation), **close)
         torch.testing.assert_close(trace.routing, reference.routing, **close)
+        torch.testing.assert_close(trace.logits, reference.logits, **close)
     for step, expected in enumerate(reference.gradients):
         _assert_same_tensors("gradients", [trace.gradients[step] for trace in found], expected)
     for kind in ("parameters", "masters"):
