@@ -161,7 +161,7 @@ class TrainConfig:
     fp8_weight_gradients: bool = setting(False, "fp8: weight gradients multiply fp8 numbers, too")
     max_bad_steps: int = setting(10, "stop after this many steps in a row that were not applied", at_least=1)
     skip_spikes: float | None = setting(
-        None, "do not apply a step with a loss or gradient norm this many sigmas above the mean; null: all", above=0
+        None, "skip a step whose loss or gradient norm is this many sigmas above the mean; null: never", above=0
     )
     spike_window: int = setting(128, "newest applied steps, for that mean and sigma", at_least=4, at_most=10_000)
     rollback_after: int | None = setting(

@@ -180,9 +180,9 @@ def take_steps(job: Job, train_step: TrainStep) -> None:
                     job.training.executor.profiled = profiles
                     launched.append((data, launch(job, train_step, data, coming)))
                     read(keep=0 if due or profiles else LATENESS[device.type])
-                if strays(job):
+                if owes_rollback(job):
                     read(keep=0)  # a step that was launched since may be applied: then the run has recovered
-                if strays(job):
+                if owes_rollback(job):
                     roll_back(job)
                     due += [] if saver.save in due else [saver.save]  # the newest state is a good one again
                 for hook in due:
@@ -202,7 +202,7 @@ def take_steps(job: Job, train_step: TrainStep) -> None:
     saver.save_last()
 
 
-def strays(job: Job) -> bool:
+def owes_rollback(job: Job) -> bool:
     """Whether so many steps in a row were not applied that the run goes back to a checkpoint."""
     most = job.config.train.rollback_after
     return most is not None and job.progress.bad_steps_in_a_row >= most
