@@ -36,7 +36,7 @@ from megalite.launch.context import ParallelContext, rank0_broadcast
 from megalite.layout.buffer_layout import Kind, OwnedRange, slice_ranges
 from megalite.layout.parameters import is_replicated
 from megalite.model.gpt import Routers
-from megalite.optim.buffers import ranges_of
+from megalite.optim.buffers import EMA, ranges_of
 from megalite.optim.optimizer import slices_of
 from megalite.train.build import Training
 from megalite.train.history import seals
@@ -87,7 +87,15 @@ def restore(job: "Job", found: Found) -> None:
         remedy = "take it out of this folder; to continue its run, copy the whole run folder and set run_dir to it"
         raise UserError(Problem(str(found.path), "of another run", rule, remedy))
     state, training = SavedState.of(found), job.training
-    found.read_into(training_pieces(training), unread=lambda name: name.startswith(f"{ROUNDED}."))
+    buffers, there = training.buffers, found.holds(EMA)
+    changes = there != bool(buffers.averages)
+    unread = (f"{ROUNDED}.", f"{EMA}.") if changes else (f"{ROUNDED}.",)
+    found.read_into(training_pieces(training), unread=lambda name: name.startswith(unread))
+    if changes and not there:
+        buffers.average(torch.ones((), device=buffers.device))
+    if changes:
+        words = f"of the checkpoint of step {found.manifest.step} is dropped" if there else "begins with these weights"
+        job.log.note(f"optimizer.ema_half_life_steps: the average of weights {words}")
     training.cast_and_gather_params()
     if training.loss_scale is not None and state.loss_scale is not None:  # not if it was no fp16 run
         training.loss_scale.state.copy_(torch.tensor(state.loss_scale))
@@ -104,7 +112,7 @@ def restore(job: "Job", found: Found) -> None:
 def training_pieces(training: Training) -> list[Piece]:
     """Every tensor that a resumed run needs, as pieces over this rank's slices of the live buffers."""
     buffers, state = training.buffers, training.optimizer.state()
-    kinds = {"master": buffers.masters, **slices_of(state)}
+    kinds = {**buffers.kept, **slices_of(state)}
     if any(part is not master for part, master in zip(buffers.parameters, buffers.masters, strict=True)):
         kinds[ROUNDED] = buffers.parameters
     pieces = [piece for kind, slices in kinds.items() for piece in owned_pieces(f"{kind}.", buffers.owned, slices)]
@@ -273,7 +281,7 @@ def _replicas(training: Training, context: ParallelContext) -> Iterator[tuple[li
     key-value heads; the ends of a pipeline a tied embedding; the ranks of a layer what balances its experts."""
     buffers = training.buffers
     training.gather.finish()
-    slices = [buffers.masters, *slices_of(training.optimizer.state()).values()]
+    slices = [*buffers.kept.values(), *slices_of(training.optimizer.state()).values()]
     axes_of: dict[Kind, str] = {"dense": "dp-cp", "expert": "edp"}
     for kind, axes in axes_of.items():
         numbers = [at for at, bucket in enumerate(buffers.layout.buckets) if bucket.kind == kind]

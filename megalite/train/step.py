@@ -7,6 +7,7 @@ an unmasked token does not either: its gradients are zero, but weight decay and 
 """
 
 from collections.abc import Callable, Sequence
+from math import expm1, inf, log
 
 import torch
 import torch.distributed as dist
@@ -52,6 +53,7 @@ class TrainStep:
     def __init__(self, training: Training, settings: OptimizerConfig, context: ParallelContext) -> None:
         self._training = training
         self._clip_grad = settings.clip_grad
+        self._ema_weight = -expm1(-log(2) / (settings.ema_half_life_steps or inf))  # 1 - 2^(-1 / half-life)
         self._data_parallel = context.group("dp-cp")
         self._world = context.group("world")
         self._partial_gradients = partial_gradients(training.buffers, context)
@@ -145,6 +147,9 @@ class TrainStep:
         if scale is not None:
             scale.update(overflow.to(torch.float32))
         self._routers.update(routing, skipped.double())
+
+        if training.buffers.averages:
+            training.buffers.average(self._ema_weight * (~skipped).double())
 
         # The all-gather of the new parameters, which the next forward waits for.
         if not training.optimizer.rounds:

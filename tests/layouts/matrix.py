@@ -59,7 +59,8 @@ class Row:
         """What a single process computes, which keeps all activations of the whole batch; with experts, of the row's
         microbatches, which balancing losses and capacities know."""
         settings = {name: values for name, values in self.settings.items() if name != "optimizer"}
-        rule = {name: value for name, value in self.settings.get("optimizer", {}).items() if name in ("name", "muon")}
+        kept = ("name", "muon", "ema_half_life_steps")
+        rule = {name: value for name, value in self.settings.get("optimizer", {}).items() if name in kept}
         settings |= {"optimizer": rule} if rule else {}
         plain = {"recompute": "none", "compile": False}
         if "moe" in settings.get("model", {}):

@@ -20,7 +20,16 @@ from megalite.launch.process import ProcessEnvironment
 from tests.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
-TIMELESS = ("step", "tokens", "loss", "grad_norm", "lr", "bad_steps", "val_loss")  # equal in every repetition
+TIMELESS = (
+    "step",
+    "tokens",
+    "loss",
+    "grad_norm",
+    "lr",
+    "bad_steps",
+    "val_loss",
+    "val_loss_ema",
+)  # equal in every repetition
 
 
 def write_text(path: Path) -> Path:

@@ -9,11 +9,17 @@ from megalite.config.compose import load_config
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from tests.ranks import run_ranks
-from tests.train.runs import finish, kill, launch, metrics, overrides, state_bytes, train_on_rank, wait_for_step
+from tests.train import runs
+from tests.train.runs import finish, kill, launch, metrics, state_bytes, train_on_rank, wait_for_step
 from tests.train.test_launch import launch_by_variables
 from tests.train.test_run import stop_after
 
 STEPS = 40
+
+
+def overrides(folder: Path, run: str, *extra: str) -> list[str]:
+    """With an average of the weights to carry on."""
+    return runs.overrides(folder, run, "optimizer.ema_half_life_steps=5", *extra)
 
 
 @pytest.fixture(scope="module")
