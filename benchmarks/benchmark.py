@@ -14,6 +14,7 @@ megalite compiles too.
     python benchmarks/benchmark.py --pipeline                   the pipeline, two ranks (benchmark_pipeline.py)
     python benchmarks/benchmark.py --experts                    a layer of experts, and two ranks (benchmark_moe.py)
     python benchmarks/benchmark.py --context                    sequences on two ranks (benchmark_context.py)
+    python benchmarks/benchmark.py --optimizer                  Muon beside AdamW, one process (benchmark_optimizer.py)
 """
 
 import argparse
@@ -34,6 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import benchmark_context
 import benchmark_moe
+import benchmark_optimizer
 import benchmark_pipeline
 import benchmark_zero
 import torch
@@ -52,12 +54,13 @@ from megalite.optim.adamw import FlatAdamW
 from megalite.optim.buffers import TrainingBuffers
 from megalite.train import step
 
-# What is measured on two ranks, by option: modules with SHAPES and `run`.
-ON_RANKS: dict[str, Any] = {
+# What is measured otherwise, by option: modules with SHAPES and `run`.
+OTHERS: dict[str, Any] = {
     "zero": benchmark_zero,
     "pipeline": benchmark_pipeline,
     "experts": benchmark_moe,
     "context": benchmark_context,
+    "optimizer": benchmark_optimizer,
 }
 
 
@@ -226,17 +229,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pipeline", action="store_true", help="measure a pipeline of two ranks instead (CPU)")
     parser.add_argument("--experts", action="store_true", help="measure experts instead, on one and two ranks (CPU)")
     parser.add_argument("--context", action="store_true", help="measure long sequences on two ranks instead (CPU)")
+    parser.add_argument("--optimizer", action="store_true", help="measure steps with Muon beside AdamW's instead (CPU)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
     options = parser.parse_args(arguments)
     if options.steps < 1 or (options.batch is not None and options.batch < 1):
         parser.error("--steps and --batch must be at least 1")
     if options.overhead and options.steps < WARM_UP_STEPS + 2:
         parser.error(f"--overhead needs --steps {WARM_UP_STEPS + 2} or more")
-    modes = [mode for mode in ("overhead", *ON_RANKS) if getattr(options, mode)]
+    modes = [mode for mode in ("overhead", *OTHERS) if getattr(options, mode)]
     if len(modes) > 1:
         parser.error(f"--{' and --'.join(modes)} measure different things: one of them")
     options.mode = modes[0] if modes else None
-    known = list(ON_RANKS[options.mode].SHAPES if options.mode in ON_RANKS else SHAPES)
+    known = list(OTHERS[options.mode].SHAPES if options.mode in OTHERS else SHAPES)
     if not {*known}.issuperset(options.model or ()):
         parser.error(f"--model: what is compared so is one of {', '.join(known)}")
     if options.zero and sys.platform != "linux":
@@ -260,8 +264,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hardware = device_name(device) + ("" if on_cuda else f", {torch.get_num_threads()} threads")
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     print(f"{hardware}; {versions}", flush=True)
-    if options.mode in ON_RANKS:
-        ranks = ON_RANKS[options.mode]
+    if options.mode in OTHERS:
+        ranks = OTHERS[options.mode]
         shapes = options.model or list(ranks.SHAPES)
         status: int = ranks.run(shapes, precisions, rounds=options.steps, batch=options.batch, file=options.json)
         return status

@@ -158,9 +158,9 @@ class Megalite:
         self._batch = whole.part(data_share(context).sequence)
         self._labels = int(self._batch.loss_mask.sum())
 
-    def step(self) -> PendingMetrics:
+    def step(self, microbatches: int = 1) -> PendingMetrics:
         """One step, which the device may still be working on."""
-        return self._train([self._batch], self._labels, LEARNING_RATE)
+        return self._train([self._batch] * microbatches, self._labels * microbatches, LEARNING_RATE)
 
 
 class Peer:

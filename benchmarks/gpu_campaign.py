@@ -64,6 +64,10 @@ TIMINGS = (
     *(Timing("megalite", "124M", (setting,)) for setting in ("train.attention=flex", "train.deterministic=true")),
     *(Timing("megalite", "124M", (f"train.cuda_graph={graph}",), batch=4) for graph in ("false", "true")),
     *(Timing("megalite", "1.3B", (f"train.fp8={recipe}",)) for recipe in ("tensorwise", "rowwise")),
+    *(
+        Timing("megalite", "1.3B", (f"train.fp8={recipe}", "train.fp8_weight_gradients=true"))
+        for recipe in ("tensorwise", "rowwise")
+    ),
     *(Timing("megalite", "experts, 4 layers"), Timing("megalite", "124M", ("train.cuda_graph=false",), batch=64)),
     *(Timing("megalite", shape, ("train.cuda_graph=true",)) for shape in ("124M", "experts, 4 layers")),
     *(Timing("megalite", "124M", (f"train.cuda_graph={it}", "model.dropout=0.1"), batch=4) for it in ("false", "true")),

@@ -15,7 +15,7 @@ from torch.nn.attention import sdpa_kernel
 from megalite.kernels import attention as attention_kernels
 from megalite.kernels.attention_mask import AttentionMask, block_mask, dense_mask
 from megalite.kernels.embed import add_rows
-from megalite.kernels.fp8 import E4M3, OF_GRADIENTS, fp8_input_gradient, fp8_linear, rounded
+from megalite.kernels.fp8 import E4M3, E5M2, OF_GRADIENTS, fp8_input_gradient, fp8_linear, fp8_weight_gradient, rounded
 from megalite.kernels.products import add_transposed_product
 from megalite.launch.device import KERNELS, use_attention
 from megalite.model.loss import TokenLoss, linear_cross_entropy
@@ -46,6 +46,10 @@ def fp8_products(device: torch.device) -> Errors:
             (rows, row_scale), (columns, column_scale) = rounded(left, dtype, recipe), rounded(right, E4M3, recipe)
             wanted = (rows.double() * row_scale) @ (columns.double() * column_scale).t()
             found[f"{recipe} {name}"] = _near(given, wanted, 1e-2)
+        bits, scale = rounded(x, E4M3, recipe)  # the scales of rows go into the other factor
+        columns, column_scale = rounded(grad.double() * scale, E5M2, "tensorwise")
+        wanted = (columns.double() * column_scale).t() @ bits.double()
+        found[f"{recipe} weight"] = _near(fp8_weight_gradient(grad, x, recipe), wanted, 1e-2)
     return found
 
 

@@ -33,7 +33,7 @@ def bench() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
         start_forkserver()
-        names = ("sides", "zero", "pipeline", "moe", "context")
+        names = ("sides", "zero", "pipeline", "moe", "context", "optimizer")
         modules = {name: importlib.import_module(f"benchmark_{name}") for name in names}
         for name in ("zero", "pipeline"):
             patch.setattr(modules[name], "spawn", partial(start_processes, start_method="forkserver"))
@@ -46,6 +46,7 @@ def bench() -> Iterator[Any]:
         patch.setitem(modules["moe"].SHAPES, "tiny_moe", of_experts)
         longer = modules["context"].Shape(("model=tiny", *SMALL, "train.seq_length=64"), 2, 2)
         patch.setitem(modules["context"].SHAPES, "tiny", longer)
+        patch.setitem(modules["optimizer"].SHAPES, "tiny_moe", of_experts)
         yield SimpleNamespace(**modules, main=importlib.import_module("benchmark"))
 
 
@@ -61,6 +62,7 @@ def small(sides: ModuleType, model: str) -> Any:
         ("--pipeline --model tiny", "losses and gradients agree"),
         pytest.param("--experts", "losses agree", marks=pytest.mark.long),
         pytest.param("--context", "losses agree", marks=pytest.mark.long),
+        ("--optimizer --model tiny_moe", "ratio"),
     ],
 )
 def test_a_benchmark_starts_finds_no_fault_and_writes_its_figures(

@@ -160,9 +160,32 @@ def test_a_steady_step_waits_for_nothing_and_adds_weight_gradients_in_fp32(
 @pytest.mark.parametrize(("shape", "sequences", "moved_gb"), [("gpt2", 32, 2.522), ("1.3b", 8, 3.362)])
 def test_elementwise_passes_of_a_block_move_what_they_must(shape: str, sequences: int, moved_gb: float) -> None:
     """GB that inductor counts for each kernel that it writes, by their launches, as they were when this was written."""
+    assert sum(passes_of(BLOCK, shape, str(sequences))[0]) == pytest.approx(moved_gb, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kernels", "moved_gb"),
+    [
+        ('"train.fp8=tensorwise"', 73, 5.9),
+        ('"train.fp8=rowwise"', 37, 4.72),
+        ('"train.fp8=tensorwise", "train.fp8_weight_gradients=true"', 77, 6.83),
+        ('"train.fp8=rowwise", "train.fp8_weight_gradients=true"', 58, 5.49),
+    ],
+)
+def test_fp8_adds_few_passes_to_a_block(settings: str, kernels: int, moved_gb: float) -> None:
+    """An inner block of 1.3B; transpositions, of two factors of each weight's gradient, are apart."""
+    block = BLOCK.replace('"model.num_layers=1"', f'"model.num_layers=3", {settings}')
+    block = block.replace("\ntokens =", '\ndel model.blocks["0"], model.blocks["2"]\ntokens =')
+    moved, written = passes_of(block, "1.3b", "8")
+    assert len(moved) <= kernels
+    assert sum(moved) == pytest.approx(moved_gb, rel=0.01)
+    assert written.count("= torch.ops.megalite.transposed.default(") == (8 if "weight" in settings else 0)
+
+
+def passes_of(block: str, *words: str) -> tuple[list[float], str]:
+    """GB of each launch of a kernel that inductor writes, and its code."""
     variables = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCH_LOGS": "output_code"}
-    command = ["python", "-c", BLOCK, shape, str(sequences)]
-    written = run(command, variables | {"TORCHINDUCTOR_BENCHMARK_KERNEL": "1"})
+    written = run(["python", "-c", block, *words], variables | {"TORCHINDUCTOR_BENCHMARK_KERNEL": "1"})
     size, moved, name = dict[str, float](), list[float](), ""
     for line in written.splitlines():
         if match := re.search(r"(triton_\w+) = async_compile", line):  # of backward they may have names of forward's
@@ -171,7 +194,7 @@ def test_elementwise_passes_of_a_block_move_what_they_must(shape: str, sequences
             size[name] = float(match[1])
         elif match := re.search(r"(triton_\w+)\.run\([^*].*stream0\)", line):
             moved.append(size[match[1]])
-    assert sum(moved) == pytest.approx(moved_gb, rel=0.01)
+    return moved, written
 
 
 @pytest.mark.parametrize(

@@ -36,10 +36,6 @@ class Found:
     state: dict[str, Any]
     context: ParallelContext
 
-    def holds(self, kind: str) -> bool:
-        """Whether it has tensors of that kind, which are named `kind.PARAMETER`."""
-        return any(name.startswith(f"{kind}.") for name in self.manifest.tensors)
-
     def read_into(self, pieces: Sequence[Piece], *, unread: Callable[[str], bool] = lambda name: False) -> None:
         """Fill the tensors of `pieces`; collective. Tensors whose name is `unread` are left alone on both sides.
 

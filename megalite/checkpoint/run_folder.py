@@ -48,7 +48,8 @@ SEEN_WITHIN_S = 65.0  # an NFS client may remember for 60 s (acdirmax) that a fi
 # What may change between a run and its continuation. A change is refused if it makes the saved tensors meaningless or
 # reorders the data. The sequence length may grow, and rotary positions with it. Everything else may change on purpose.
 _LENGTH, _RAMP = "train.seq_length", "train.batch_ramp"
-_FIXED = ("seed", "data.validation_fraction", "data.weights", "optimizer.name", "optimizer.moment_dtype", "model.")
+OF_STATE = ("optimizer.name", "optimizer.moment_dtype", "optimizer.muon.router")  # what is in its state
+_FIXED = ("seed", "data.validation_fraction", "data.weights", *OF_STATE, "model.")
 _FREE = (  # beginnings of names; the model's leave the meaning of its parameters alone
     *("model.name", "model.dropout", "model.attention_dropout", "model.embedding_dropout", "model.init_std"),
     *("model.loss_chunk_tokens", "model.moe.aux_loss", "model.moe.z_loss_coeff", "model.moe.expert_bias_rate"),
@@ -203,10 +204,12 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[
         problems.append(Problem(_RAMP, now[_RAMP], rule, f"{_RAMP}=null"))
     changed = {name for name in before.keys() & now.keys() if before[name] != now[name]}
     for name in sorted(changed.difference(_OF_A_START)):
-        fixed = name.startswith(_FIXED) and not name.startswith(_FREE)
+        free = (*_FREE, *OF_STATE) if current["optimizer"]["may_change"] else _FREE
+        fixed = name.startswith(_FIXED) and not name.startswith(free)
         if not grows if name.startswith(_WITH_LENGTH) else fixed:
             rule = f"the run in this folder was started with {name}={plain(before[name])}"
-            remedy = f"set {name}={yaml_value(before[name])}, or another run_dir for a new run"
+            anew = "optimizer.may_change=true to begin its state anew, " if name in OF_STATE else ""
+            remedy = f"set {name}={yaml_value(before[name])}, {anew}or another run_dir for a new run"
             problems.append(Problem(name, now[name], rule, remedy))
         else:
             changes.append(f"{name} is now {plain(now[name])}; the run was at {plain(before[name])}")

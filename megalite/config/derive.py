@@ -37,7 +37,7 @@ TRAINING = {
 } - {
     *("model.name", "model.loss_chunk_tokens", "model.moe.dispatcher"),
     *("data.cache_dir", "data.workers", "data.streaming"),
-    *(f"optimizer.{name}" for name in ("zero", "instances", "bucket_size", "overlap", "ownership")),
+    *(f"optimizer.{name}" for name in ("zero", "instances", "bucket_size", "overlap", "ownership", "may_change")),
     *("optimizer.communication_dtype", "optimizer.initial_loss_scale", "optimizer.min_loss_scale"),
     *("optimizer.loss_scale_window", "optimizer.hysteresis"),
 }

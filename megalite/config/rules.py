@@ -168,6 +168,8 @@ def kernels_can_run(case: Case) -> Iterator[Found]:
     unfit = [size for size in (model.hidden_size, inputs, outputs, inner // tp) if size % 16]
     rule = f"takes sizes that are multiples of 16, and on a rank of {{1}} these are not: {unfit}"
     splits = heads % tp == inner % tp == 0  # else another rule says so
+    uneven = config.train.fp8_weight_gradients and config.train.seq_length // config.parallel.cp % 16
+    yield uneven, "fp8_weight_gradients seq_length cp", "takes ranks with a multiple of 16 tokens, not {1} over {2}"
     yield unfit and splits, f"fp8 tp head_size model.hidden_size model.ffn_hidden_size {16 * heads} {16 * tp}", rule
 
 

@@ -158,6 +158,7 @@ class TrainConfig:
     attention: str = setting("auto", "auto: cuDNN or flash, for documents flex", choices="auto|cudnn|flash|flex|fa4")
     deterministic: bool = setting(False, "CUDA: additions in one order, so that runs repeat bit for bit")
     fp8: str | None = setting(None, "precision=bf16: inner blocks multiply fp8 numbers", choices="tensorwise|rowwise")
+    fp8_weight_gradients: bool = setting(False, "fp8: weight gradients multiply fp8 numbers, too")
     max_bad_steps: int = setting(10, "stop after this many in a row without a finite loss or gradient", at_least=1)
     check_replicas_every: int = setting(100, "steps between checks that replicas are equal; 0: none", at_least=0)
     record_pipeline: int = setting(0, "steps between recordings of the pipeline's times; 0: none", at_least=0)
@@ -192,7 +193,7 @@ class MuonConfig:
     rms: float = setting(0.2, "root mean square of an update with match_adamw", above=0)
     qkv: str = setting("projection", "orthogonalised for themselves: q, k and v, or heads", choices="projection|head")
     router: bool = setting(True, "routers are matrices, too")
-    dtype: str | None = setting(None, "of the products; null: bf16 on CUDA, else fp32", choices="fp32|bf16")
+    dtype: str | None = setting(None, "of the products; null: fp32 with precision=fp32, else bf16", choices="fp32|bf16")
 
 
 @dataclass
@@ -216,6 +217,7 @@ class OptimizerConfig:
     ownership: str | None = setting(None, "cuts of state; null: even, with muon at matrices", choices="even|whole")
     gradient_dtype: str = setting("fp32", "type of gradient sums; bf16: with precision=bf16", choices="fp32|bf16")
     communication_dtype: str = setting(None, "type of gradients sent; null: gradient_dtype", choices="fp32|bf16")
+    may_change: bool = setting(False, "a run may go on with another optimizer, whose state begins anew")
     moment_dtype: str = setting("fp32", "type of the first moment; the second is fp32", choices="fp32|bf16")
     ema_half_life_steps: float | None = setting(
         None, "half-life of an average of the weights, kept beside them; null: none", above=0, at_most=10**6

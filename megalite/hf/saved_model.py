@@ -43,7 +43,7 @@ from megalite.model.gpt import GPT, Routers
 from megalite.model.init import fill
 from megalite.model.parameters import gpt_parameters
 from megalite.optim.buffers import EMA
-from megalite.train.saving import SavedState
+from megalite.train.saving import SavedState, kind_of
 
 LONGEST = 1024  # tokens in a sequence, where a model of others was made for more
 HEAD = "lm_head.weight"
@@ -149,7 +149,7 @@ def _open_run(folder: Path, step: int | None, ema: bool) -> SavedModel:
         raise UserError(Problem("model", str(found.path), rule, "use the megalite that wrote it"))
     config = with_values(Config(), {name: value for name, value in settings.items() if name in SETTINGS})
     check_tokenizer(folder, state.tokenizer)
-    if ema and not found.holds(EMA):
+    if ema and EMA not in map(kind_of, found.manifest.tensors):
         rule = f"the checkpoint of step {found.manifest.step} has no averages of the weights"
         remedy = "leave it out, or train on with optimizer.ema_half_life_steps=100, for example"
         raise UserError(Problem("--ema", NO_VALUE, rule, remedy))

@@ -11,15 +11,27 @@ infinite and becomes NaN, a NaN stays one, and what is multiplied by it is NaN: 
 Sources: Micikevicius et al. 2022 (arXiv 2209.05433); torchao's recipes `tensorwise` and `rowwise_with_gw_hp`.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megalite.kernels.products import statistics_dtype
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2  # 3 bits of mantissa up to 448, 2 bits up to 57344
 OF_GRADIENTS = {"tensorwise": E5M2, "rowwise": E4M3}  # one scale for all tokens needs the wider range
 # Gradients are divided by all tokens of a step: far below it, and its inverse is still a number of fp32.
 LEAST_SCALE = 2.0**-100
 MANTISSA = (1 << 23) - 1  # bits of fp32
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Which numbers share a scale ("tensorwise" or "rowwise"), and whether weight gradients are fp8 products too."""
+
+    scales: str
+    weight_gradients: bool = False
 
 
 def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: str) -> Tensor:
@@ -32,13 +44,56 @@ def fp8_input_gradient(grad: Tensor, weight: Tensor, recipe: str) -> Tensor:
     return _product(grad, OF_GRADIENTS[recipe], weight.t(), None, recipe, fast=False)
 
 
+def fp8_weight_gradient(grad: Tensor, x: Tensor, recipe: str) -> Tensor:
+    """The transpose of grad [m, n] times x [m, k] -> [n, k], not rounded: fp32, or fp64 of fp64.
+
+    x is rounded as in forward. The sum is over rows, so that their scales go into the other factor. That has one scale
+    and e5m2, the wider range: only so does every GPU that multiplies fp8 give fp32 products.
+    """
+    rows, scale = rounded(x, E4M3, recipe)
+    right = _transposed(rows.view(torch.uint8), None, E4M3)
+    if recipe == "tensorwise":
+        columns, grad_scale = rounded(grad, E5M2, recipe)
+        left = _transposed(columns.view(torch.uint8), None, E5M2)
+    else:
+        grad_scale = scale_of(grad * scale, E5M2, "tensorwise")
+        left, scale = _transposed(grad, grad_scale / scale, E5M2), torch.ones_like(grad_scale)
+    dtype = statistics_dtype(x.dtype)
+    if grad.is_cuda:
+        return torch._scaled_mm(left, right.t(), grad_scale, scale, out_dtype=dtype)
+    return torch.mm(left.to(dtype) * grad_scale.to(dtype), right.t().to(dtype) * scale.to(dtype))
+
+
 def rounded(x: Tensor, dtype: torch.dtype, recipe: str) -> tuple[Tensor, Tensor]:
-    """x [m, k] divided by its scale and rounded to a float8 dtype, row by row in memory; and the scale, fp32:
-    [m, 1] of the rows or [1, 1]."""
-    largest = x.abs().amax(dim=-1 if recipe == "rowwise" else (0, 1), keepdim=True).float()
-    least = (largest / torch.finfo(dtype).max).clamp(min=LEAST_SCALE)
-    scale = ((least.view(torch.int32) + MANTISSA) & ~MANTISSA).view(torch.float32)  # up to a power of two
+    """x [m, k] divided by its scale and rounded to a float8 dtype, row by row in memory; and the scale."""
+    scale = scale_of(x, dtype, recipe)
     return (x / scale).to(dtype).contiguous(), scale
+
+
+def scale_of(x: Tensor, dtype: torch.dtype, recipe: str) -> Tensor:
+    """The scale of x [m, k], fp32: [m, 1] of the rows or [1, 1]."""
+    largest = x.abs().amax(-1, keepdim=True).float()  # first of rows, in the pass that writes them
+    if recipe == "tensorwise":
+        largest = largest.amax(0, keepdim=True)
+    least = (largest / torch.finfo(dtype).max).clamp(min=LEAST_SCALE)
+    return ((least.view(torch.int32) + MANTISSA) & ~MANTISSA).view(torch.float32)  # up to a power of two
+
+
+@torch.library.custom_op("megalite::transposed", mutates_args=())
+def _transposed(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The transpose of x [m, k], row by row in memory: [k, m], divided by scale [m, 1] and rounded; without a scale x
+    is the bytes of numbers of the dtype."""
+    if not x.is_cuda:
+        bits = x.view(dtype) if scale is None else (x.to(scale.dtype) / scale).to(dtype)
+        return bits.t().clone(memory_format=torch.contiguous_format)
+    from megalite.kernels.transposed import transposed  # imports triton
+
+    return transposed(x, scale, dtype)
+
+
+@_transposed.register_fake
+def _(x: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape[1], x.shape[0], dtype=dtype)
 
 
 def _product(

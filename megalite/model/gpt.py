@@ -23,6 +23,7 @@ from megalite.context_parallel.exchange import CpGroups
 from megalite.data.batch import Batch
 from megalite.kernels.dropout import DropoutKey, DropoutStreams, Stream, hash_dropout
 from megalite.kernels.embed import main_grad_of
+from megalite.kernels.fp8 import Recipe
 from megalite.kernels.products import statistics_dtype
 from megalite.layout.stages import StageLayers
 from megalite.model.attention import BlockInputs, attention_mask
@@ -121,7 +122,9 @@ class GPT(nn.Module):
 
     def _block(self, layer: int, train: TrainConfig, expert_ranks: ExpertRanks) -> Block:
         # No fp8 in the first and the last layer, nor in the head: these lose most by rounding.
-        place = replace(self.place, fp8=train.fp8 if 0 < layer < self.config.num_layers - 1 else None)
+        place = self.place
+        if train.fp8 is not None and 0 < layer < self.config.num_layers - 1:
+            place = replace(place, fp8=Recipe(train.fp8, train.fp8_weight_gradients))
         modules = train.recompute_modules if train.recompute == "selective" else ()
         experts = expert_ranks if self.config.has_experts(layer) else None
         return Block(self.config, place, modules, self.context, experts)

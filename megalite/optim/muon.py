@@ -150,7 +150,7 @@ class Muon:
         self._rest, self._settings, self._table = rest, muon, polynomials(muon.coefficients, muon.steps)
         self._relative_rate = 1.0 if muon.lr is None else muon.lr / config.optimizer.lr
         self._decay = config.optimizer.weight_decay if muon.weight_decay is None else muon.weight_decay
-        dtype = muon.dtype or ("bf16" if buffers.device.type == "cuda" else "fp32")
+        dtype = muon.dtype or ("fp32" if context.dtype == torch.float32 else "bf16")
         self._master_dtype, self._dtype = buffers.master_dtype, dtype_of(dtype, buffers.master_dtype)
         self._parts = list[tuple[Kind, Homes, list[Block]]]()
         for kind in KINDS:

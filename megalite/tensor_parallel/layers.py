@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megalite.kernels.embed import embed, main_grad_of, with_main_grad
+from megalite.kernels.fp8 import Recipe
 from megalite.layout.parameters import ROWS, Split, shard_of
 from megalite.tensor_parallel.collectives import TensorGroup
 from megalite.tensor_parallel.deferred import DeferredWork
@@ -24,7 +25,7 @@ class TpContext:
 
     Where the ranks of `sequence`, which are those of `tp`, divide the sequence between the layers, activations there
     are this rank's part of it, [s/t, b, h]; else they are whole on every rank, [s, b, h]. `deferred` is where linear
-    layers put off weight gradients, `fp8` the recipe by which they round what they multiply (kernels/fp8.py).
+    layers put off weight gradients, `fp8` how they round what they multiply (kernels/fp8.py).
     """
 
     dtype: torch.dtype
@@ -32,7 +33,7 @@ class TpContext:
     tp: TensorGroup | None = None
     sequence: TensorGroup | None = None
     deferred: DeferredWork | None = None
-    fp8: str | None = None
+    fp8: Recipe | None = None
 
     def parameter(self, *shape: int) -> nn.Parameter:
         """A parameter without values."""

@@ -16,6 +16,7 @@ Sources: Shoeybi et al. 2019 (arXiv 1909.08053), section 3; Korthikanti et al. 2
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalite.kernels.fp8 import fp8_input_gradient, fp8_linear
+from megalite.kernels.fp8 import Recipe, fp8_input_gradient, fp8_linear, fp8_weight_gradient
 from megalite.kernels.products import add_transposed_product, compiled_add_transposed_product, statistics_dtype
 from megalite.tensor_parallel.collectives import (
     TensorGroup,
@@ -46,7 +47,7 @@ def linear(
     sequence_parallel: bool = False,
     main_grad: Tensor | None = None,
     deferred: DeferredWork | None = None,
-    fp8: str | None = None,
+    fp8: Recipe | None = None,
     before_activation: bool = False,
 ) -> Tensor:
     """x [..., k] times the transpose of weight [n, k], plus bias [n] -> [..., n].
@@ -57,7 +58,7 @@ def linear(
 
     Backward adds the weight's gradient to `main_grad` (fp32, fp64 in fp64; contiguous, of the weight's size, compiled
     [n, k]), and autograd sees none; a backward that `deferred` collects puts that off (compiled, there must be none).
-    `fp8`: the recipe (kernels/fp8.py) that rounds what the product and the gradient of x multiply.
+    `fp8`: how the product and its gradients round what they multiply (kernels/fp8.py).
     `before_activation`: the gradient of the output comes from an element-wise pass.
     """
     assert group is not None or not sequence_parallel
@@ -80,7 +81,7 @@ class _Linear(torch.autograd.Function):
         sequence_parallel: bool,
         main_grad: Tensor | None,
         deferred: DeferredWork | None,
-        fp8: str | None,
+        fp8: Recipe | None,
         before_activation: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
@@ -88,7 +89,7 @@ class _Linear(torch.autograd.Function):
         ctx.fp8, ctx.before_activation = fp8, before_activation
         if group is not None and sequence_parallel:
             x = finish(start_all_gather(x, group))
-        return F.linear(x, weight, bias) if fp8 is None else fp8_linear(x, weight, bias, fp8)
+        return F.linear(x, weight, bias) if fp8 is None else fp8_linear(x, weight, bias, fp8.scales)
 
     @staticmethod
     @once_differentiable
@@ -98,21 +99,22 @@ class _Linear(torch.autograd.Function):
         group: TensorGroup | None = ctx.group
         gathering = group if ctx.sequence_parallel and wants_weight else None
         x_grad = weight_grad = bias_grad = None
+        weight_gradient = partial(_weight_gradient, grad, main_grad=ctx.main_grad, fp8=ctx.fp8)
 
         if wants_weight and ctx.main_grad is not None and ctx.deferred is not None and ctx.deferred.active:
-            _put_off(ctx.deferred, grad, x.detach(), ctx.main_grad, gathering)  # x itself would hold its graph
+            _put_off(ctx.deferred, weight_gradient, x.detach(), gathering)  # x itself would hold its graph
             wants_weight, gathering = False, None
 
         if gathering is not None:
             x = start_all_gather(_copy_after(x, grad) if torch.compiler.is_compiling() else x, gathering)
         if wants_x:
-            x_grad = torch.matmul(grad, weight) if ctx.fp8 is None else fp8_input_gradient(grad, weight, ctx.fp8)
+            x_grad = torch.matmul(grad, weight) if ctx.fp8 is None else fp8_input_gradient(grad, weight, ctx.fp8.scales)
             if group is not None:
                 x_grad = (start_reduce_scatter if ctx.sequence_parallel else start_all_reduce)(x_grad, group)
         if gathering is not None:
             x = finish(x)
         if wants_weight:
-            weight_grad = _weight_gradient(grad, x, ctx.main_grad)
+            weight_grad = weight_gradient(x)
         if wants_bias:
             bias_grad = _bias_gradient(grad, before_activation=ctx.before_activation)
         if x_grad is not None and group is not None:
@@ -120,29 +122,34 @@ class _Linear(torch.autograd.Function):
         return x_grad, weight_grad, bias_grad, None, None, None, None, None, None
 
 
-def _put_off(deferred: DeferredWork, grad: Tensor, x: Tensor, main_grad: Tensor, gathering: TensorGroup | None) -> None:
-    """The weight's gradient is computed later, from the gradient of the output and this rank's x."""
+def _put_off(deferred: DeferredWork, add: Callable[[Tensor], Any], x: Tensor, gathering: TensorGroup | None) -> None:
+    """`add`, which computes and adds the weight's gradient, is called later with x, gathered from this rank's."""
     if gathering is None:
-        deferred.put(lambda: _weight_gradient(grad, x, main_grad))
+        deferred.put(lambda: add(x))
         return
     gathered: list[Tensor] = []
     deferred.put(
-        work=lambda: _weight_gradient(grad, finish(gathered.pop()), main_grad),
+        work=lambda: add(finish(gathered.pop())),
         begin=lambda: gathered.append(start_all_gather(x, gathering)),
     )
 
 
-def _weight_gradient(grad: Tensor, x: Tensor, main_grad: Tensor | None) -> Tensor | None:
+def _weight_gradient(grad: Tensor, x: Tensor, main_grad: Tensor | None, fp8: Recipe | None) -> Tensor | None:
     """grad^T x for grad [..., n], x [..., k]: returned, or added to the main gradient."""
     grad, x = grad.flatten(0, -2), x.flatten(0, -2)
+    product = fp8_weight_gradient(grad, x, fp8.scales) if fp8 is not None and fp8.weight_gradients else None
     if main_grad is None:
-        return torch.mm(grad.t(), x)
-    shape = grad.shape[1], x.shape[1]
+        return torch.mm(grad.t(), x) if product is None else product.to(grad.dtype)
+    shape, add = (grad.shape[1], x.shape[1]), add_transposed_product
     if torch.compiler.is_compiling():
         assert main_grad.shape == shape, "compiled by torch 2.11, a change to a view goes to the wrong place"
-        compiled_add_transposed_product(main_grad, grad, x)
+        add = compiled_add_transposed_product
     else:
-        add_transposed_product(main_grad.view(shape), grad, x)
+        main_grad = main_grad.view(shape)
+    if product is None:
+        add(main_grad, grad, x)
+    else:
+        main_grad.add_(product)
     return None
 
 

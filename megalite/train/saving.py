@@ -27,10 +27,10 @@ from torch import Tensor
 from megalite.checkpoint.commit import STATE, committed
 from megalite.checkpoint.manifest import Piece, boxes
 from megalite.checkpoint.reading import Found
-from megalite.checkpoint.run_folder import RunFolder
+from megalite.checkpoint.run_folder import OF_STATE, RunFolder
 from megalite.checkpoint.store import BackgroundSaves, CheckpointError, Saved, save
 from megalite.config.files import as_record
-from megalite.config.settings import as_plain
+from megalite.config.settings import as_plain, leaves
 from megalite.errors.problems import Problem, UserError
 from megalite.launch.context import ParallelContext, rank0_broadcast
 from megalite.layout.buffer_layout import Kind, OwnedRange, slice_ranges
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 CHUNK = 1 << 22  # elements hashed at a time: bounds the int64 copy
 MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed 64-bit number: Fibonacci hashing
 ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dtype: a resume rounds masters anew
+ROUTERS = "blocks"  # what routers keep beside their parameters
+OF_MODEL = {"master", EMA, ROUNDED, ROUTERS}  # kinds that no optimizer has
 
 
 @dataclass
@@ -87,25 +89,29 @@ def restore(job: "Job", found: Found) -> None:
         remedy = "take it out of this folder; to continue its run, copy the whole run folder and set run_dir to it"
         raise UserError(Problem(str(found.path), "of another run", rule, remedy))
     state, training = SavedState.of(found), job.training
-    buffers, there = training.buffers, found.holds(EMA)
-    changes = there != bool(buffers.averages)
-    unread = (f"{ROUNDED}.", f"{EMA}.") if changes else (f"{ROUNDED}.",)
-    found.read_into(training_pieces(training), unread=lambda name: name.startswith(unread))
-    if changes and not there:
+    kinds, buffers = {kind_of(name) for name in found.manifest.tensors}, training.buffers
+    unread, before, now = {ROUNDED}, leaves(state.config), leaves(as_plain(job.config))
+    if any(before.get(name, now[name]) != now[name] for name in OF_STATE):
+        dropped = kinds - OF_MODEL
+        job.log.note(f"the optimizer's state begins anew: {', '.join(sorted(dropped))} of the checkpoint are dropped")
+        unread |= dropped | {kind_of(piece.name) for piece in training_pieces(training)} - OF_MODEL
+    if other := (EMA in kinds) != (EMA in buffers.kept):
+        unread.add(EMA)
+        words = "of the checkpoint is dropped" if EMA in kinds else "begins with those of the checkpoint"
+        job.log.note(f"optimizer.ema_half_life_steps: the average of the weights {words}")
+    found.read_into(training_pieces(training), unread=lambda name: kind_of(name) in unread)
+    if other and EMA in buffers.kept:
         buffers.average(torch.ones((), device=buffers.device))
-    if changes:
-        words = f"of the checkpoint of step {found.manifest.step} is dropped" if there else "begins with these weights"
-        job.log.note(f"optimizer.ema_half_life_steps: the average of weights {words}")
     training.cast_and_gather_params()
     if training.loss_scale is not None and state.loss_scale is not None:  # not if it was no fp16 run
         training.loss_scale.state.copy_(torch.tensor(state.loss_scale))
     job.resumed_from, job.progress, job.tokenizer_files = found.manifest.step, state.progress, state.tokenizer
     job.seals = state.record
-    before, now, consumed = state.config["train"]["seq_length"], job.config.train.seq_length, state.progress.samples
-    if before != now:
-        job.progress.samples = -(-consumed * before // now)  # rounded up, so that no token comes twice
-        over = job.progress.samples * now - consumed * before
-        words = f"{consumed * before:,} tokens of its order; {over:,} are passed over"
+    length, longer, consumed = before["train.seq_length"], now["train.seq_length"], state.progress.samples
+    if length != longer:
+        job.progress.samples = -(-consumed * length // longer)  # rounded up, so that no token comes twice
+        over = job.progress.samples * longer - consumed * length
+        words = f"{consumed * length:,} tokens of its order; {over:,} are passed over"
         job.log.note(f"the data goes on behind the first {words}")
 
 
@@ -119,6 +125,11 @@ def training_pieces(training: Training) -> list[Piece]:
     pieces += [Piece(name, (len(value),), (0,), value) for name, value in Routers(training.chunks).state()]
     numbers = [(name, number) for name, number in state.items() if isinstance(number, Tensor)]
     return pieces + [Piece(f"optimizer.{name}", (1,), (0,), number) for name, number in numbers]
+
+
+def kind_of(name: str) -> str:
+    """What a saved tensor is of its parameter: master, exp_avg, ..."""
+    return name.partition(".")[0]
 
 
 @torch.no_grad()

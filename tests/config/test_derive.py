@@ -196,7 +196,7 @@ SAME_TRAINING = {
     *("run_dir", "run_name", "resume", "device", "precision", "data.cache_dir", "data.workers", "data.streaming"),
     "model.name",  # stands in the folder's name itself
     *("model.loss_chunk_tokens", "model.moe.dispatcher", "checkpoint.interval", "checkpoint.keep", "checkpoint.async"),
-    *(f"optimizer.{name}" for name in ("zero", "instances", "bucket_size", "overlap", "ownership")),
+    *(f"optimizer.{name}" for name in ("zero", "instances", "bucket_size", "overlap", "ownership", "may_change")),
     *(f"optimizer.{name}" for name in ("communication_dtype", "initial_loss_scale", "min_loss_scale")),
     *(f"optimizer.{name}" for name in ("loss_scale_window", "hysteresis")),
     *(name for name in SETTINGS if name.startswith(("parallel.", "log.", "launch.", "sweep."))),

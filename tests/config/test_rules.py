@@ -47,6 +47,9 @@ BROKEN = [
     ("fp8=rowwise model.ffn_hidden_size=100", 1, "fp8", "not: [100]"),
     ("fp8=rowwise hidden_size=264 num_attention_heads=3", 1, "fp8", "[264, "),
     ("fp8=rowwise head_size=24 num_attention_heads=12 num_key_value_heads=4 tp=4", 4, "fp8", "parallel.tp=1 or 2"),
+    ("fp8_weight_gradients=true", 1, "fp8_weight_gradients", "no effect with train.fp8=null"),
+    ("fp8_weight_gradients=true fp8=rowwise seq_length=1016", 1, "fp8_weight_gradients", "multiple of 16 tokens"),
+    ("fp8_weight_gradients=true fp8=rowwise seq_length=272 cp=2", 2, "fp8_weight_gradients", "over parallel.cp=2"),
     ("rope_scaling=yarn", 1, "rope_scaling", "no effect"),
     ("rope_scaling_factor=4", 1, "rope_original_positions", "must be set"),
     (f"{YARN}0 rope_beta_slow=32", 1, "rope_beta_fast", "not above"),
@@ -256,7 +259,7 @@ def problems_of(line: str, world_size: int) -> list[Problem]:
 def follow(line: str, world_size: int, problem: Problem) -> int:
     """Takes each way out that the hint offers: the setting breaks no rule then, and no other is newly refused."""
     refused, followed = {one.setting for one in problems_of(line, world_size)}, 0
-    for name, values in re.findall(r"(world size|[a-z_.]+)=(\[[^\]]*\]|[\w.-]+(?: or [\w.-]+)*)", problem.hint):
+    for name, values in re.findall(r"(world size|[a-z0-9_.]+)=(\[[^\]]*\]|[\w.-]+(?: or [\w.-]+)*)", problem.hint):
         for value in values.split(" or ") if name in {*SETTINGS, "world size"} else ():
             world = int(value) if name == "world size" else world_size
             changed = line if name == "world size" else f"{line} {name}={value}"

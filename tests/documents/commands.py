@@ -52,6 +52,7 @@ case " $* " in
     *pretrain_gpt.py*--help*) ;;
     *pretrain_gpt.py*) set -- "$@" {settings} $steps $length $tokenizer ;;
     *benchmark.py*--overhead*) set -- "${{@/bf16/fp32}}" --precision fp32 --steps 4 --batch 1 ;;
+    *benchmark.py*--optimizer*) set -- "$@" --model tiny_moe --precision fp32 --steps 1 --batch 1 ;;
     *benchmark.py*--context*) set -- "$@" --precision fp32 --steps 1 ;;
     *benchmark.py*--experts*) set -- "${{@/bf16/fp32}}" --precision fp32 --steps 1 --batch 2 ;;
     *benchmark.py*) set -- "${{@/bf16/fp32}}" --model tiny --precision fp32 --steps 1 --batch 1 ;;

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megalite.kernels.fp8 import E4M3, E5M2, OF_GRADIENTS, rounded
+from megalite.kernels.fp8 import E4M3, E5M2, OF_GRADIENTS, Recipe, _transposed, fp8_weight_gradient, rounded
 from megalite.tensor_parallel.deferred import DeferredWork
 from megalite.tensor_parallel.linear import linear
 
@@ -84,7 +84,7 @@ def test_zeros_and_tiny_numbers_stay_what_they_are(recipe: str) -> None:
     bits, scale = rounded(x, E4M3, recipe)
     assert bits.double().count_nonzero() == 0
     assert scale.isfinite().all()
-    assert torch.equal(linear(x, torch.ones(16, 16, dtype=torch.bfloat16), fp8=recipe), x)
+    assert torch.equal(linear(x, torch.ones(16, 16, dtype=torch.bfloat16), fp8=Recipe(recipe)), x)
     x[1] = 1e-20  # a row of a gradient whose scale is the number of a step's tokens
     bits, scale = rounded(x, E4M3, recipe)
     assert torch.allclose((bits.double() * scale)[1], x[1].double(), rtol=2**-4, atol=0)
@@ -103,7 +103,7 @@ def test_a_small_row_keeps_its_digits_beside_a_large_one_only_rowwise() -> None:
 def test_output_and_gradients_are_products_of_the_rounded_numbers(recipe: str, dtype: torch.dtype) -> None:
     x, weight, bias, grad = tensors(dtype)
     main_grad = torch.zeros(48, 32, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    y = linear(x, weight, bias, main_grad=main_grad, fp8=recipe)
+    y = linear(x, weight, bias, main_grad=main_grad, fp8=Recipe(recipe))
     y.backward(grad)
     left, right = scaled(x, E4M3, recipe), scaled(weight, E4M3, recipe)
     back = scaled(grad, OF_GRADIENTS[recipe], recipe) @ scaled(weight.t(), E4M3, recipe).t()
@@ -115,6 +115,79 @@ def test_output_and_gradients_are_products_of_the_rounded_numbers(recipe: str, d
     assert not torch.equal(y, F.linear(x, weight, bias))
 
 
+def weight_gradient(grad: Tensor, x: Tensor, recipe: str) -> tuple[Tensor, Tensor]:
+    """The product of the rounded numbers in fp64, and the sum of its terms' sizes."""
+    sizes = rounded(x, E4M3, recipe)[1].double()
+    left = scaled(grad.double() * sizes, E5M2, "tensorwise").t()
+    right = scaled(x, E4M3, recipe) / sizes
+    return left @ right, left.abs() @ right.abs()
+
+
+@pytest.mark.parametrize(("recipe", "dtype"), list(product(RECIPES, (torch.bfloat16, torch.float64))))
+def test_weight_gradients_of_several_microbatches_are_summed_without_rounding(recipe: str, dtype: torch.dtype) -> None:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    main_grad, wanted, sizes = (
+        torch.zeros(48, 32, dtype=wide),
+        torch.zeros(48, 32).double(),
+        torch.zeros(48, 32).double(),
+    )
+    for factor in (1.0, 0.3, -1.7):
+        x, weight, bias, grad = tensors(dtype)
+        linear(x, weight, bias, main_grad=main_grad, fp8=Recipe(recipe, True)).backward(grad * factor)
+        product, terms = weight_gradient((grad * factor).flatten(0, 1), x.detach().flatten(0, 1), recipe)
+        wanted, sizes = wanted + product, sizes + terms
+    bound = 2**-20 if wide == torch.float32 else 1e-13  # bf16 would be off by up to 2^-9
+    assert ((main_grad.double() - wanted).abs() <= bound * sizes).all()
+
+
+def assert_within_the_formats_bits(found: Tensor, grad: Tensor, x: Tensor, recipe: str) -> None:
+    """Half of the last place of 4 and of 3 bits, or half of the least number where that is more."""
+    (x_scale, grad, x), sizes = (rounded(x, E4M3, recipe)[1].double(), grad.double(), x.double()), grad.double().abs()
+    grad_scale = rounded(grad * x_scale, E5M2, "tensorwise")[1].double() / x_scale
+    of_x, of_grad = 2**-4 * x.abs() + 2**-10 * x_scale, 2**-3 * sizes + 2**-17 * grad_scale
+    bound = sizes.t() @ of_x + of_grad.t() @ (x.abs() + of_x)
+    assert ((found.double() - grad.t() @ x).abs() <= bound * (1 + 2**-20)).all()
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_weight_gradients_are_as_near_as_the_bits_of_both_formats_allow(recipe: str) -> None:
+    x, _, _, grad = (tensor.detach().flatten(0, -2) if tensor.dim() > 1 else tensor for tensor in tensors())
+    found = fp8_weight_gradient(grad, x, recipe)
+    assert found.dtype == torch.float32
+    assert_within_the_formats_bits(found, grad, x, recipe)
+    assert not torch.allclose(found.double(), grad.double().t() @ x.double(), rtol=2**-9, atol=0)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("tokens", [160, 16, 1040])
+def test_weight_gradients_of_small_whole_numbers_are_exact(device: str, recipe: str, tokens: int) -> None:
+    """Both formats hold them. A GPU's fp8 products keep 13 bits behind the largest term, and sums of 128 have 11."""
+    if device == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU cannot multiply fp8 matrices")
+    generator = torch.Generator().manual_seed(2)
+    x, grad = (torch.randint(-4, 5, (tokens, width), generator=generator).double() for width in (32, 272))
+    wanted, sizes = grad.t() @ x, 2.0 ** (torch.arange(tokens) % 5 - 2)[:, None]
+    x, grad = (x * sizes).to(device, torch.bfloat16), (grad * 2.0**-40 / sizes).to(device, torch.bfloat16)
+    assert torch.equal(fp8_weight_gradient(grad, x, recipe).cpu().double(), wanted * 2.0**-40)
+    for bad in (torch.inf, torch.nan):
+        for tensor, hit in ((x, (slice(None), 5)), (grad, (5,))):
+            kept, tensor[3, 5] = tensor[3, 5].clone(), bad
+            assert fp8_weight_gradient(grad, x, recipe)[hit].isnan().all()
+            tensor[3, 5] = kept
+
+
+@pytest.mark.gpu
+def test_cuda_transposes_and_rounds_as_a_cpu_does() -> None:
+    generator = torch.Generator().manual_seed(2)
+    for tokens, width in ((160, 272), (129, 127), (1, 5)):
+        x = torch.randn(tokens, width, generator=generator).bfloat16()
+        scale = 2.0 ** (torch.arange(tokens) % 31 - 13)[:, None]  # none overflows, some are below the least number
+        for inputs in ((x, scale, E5M2), (rounded(x, E4M3, "rowwise")[0].view(torch.uint8), None, E4M3)):
+            found = _transposed(*(it.cuda() if isinstance(it, Tensor) else it for it in inputs)).cpu()
+            assert torch.equal(found.view(torch.uint8), _transposed(*inputs).view(torch.uint8))
+
+
 def assert_near(found: Tensor | None, wanted: Tensor, sizes: Tensor) -> None:
     """Within the rounding of the dtype: of bf16's results and of fp32's sums, or of fp64's."""
     assert found is not None
@@ -122,9 +195,10 @@ def assert_near(found: Tensor | None, wanted: Tensor, sizes: Tensor) -> None:
     assert ((found.detach().double() - wanted).abs() <= bound * (sizes if found.dtype == torch.float64 else 1)).all()
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_without_a_main_grad_and_with_work_put_off_gradients_are_the_same(recipe: str) -> None:
-    x, weight, bias, grad = tensors(torch.float64)
+@pytest.mark.parametrize("weights", [False, True])
+@pytest.mark.parametrize("name", RECIPES)
+def test_without_a_main_grad_and_with_work_put_off_gradients_are_the_same(name: str, weights: bool) -> None:
+    (x, weight, bias, grad), recipe = tensors(torch.float64), Recipe(name, weights)
     wanted = torch.autograd.grad(linear(x, weight, bias, fp8=recipe), (x, weight, bias), grad)
     main_grad, deferred = torch.zeros(48, 32, dtype=torch.float64), DeferredWork()
     y = linear(x, weight, bias, main_grad=main_grad, deferred=deferred, fp8=recipe)
@@ -142,7 +216,10 @@ def test_what_is_not_finite_stays_so(recipe: str, bad: float) -> None:
         x, weight, bias, grad = tensors()
         with torch.no_grad():
             (x, weight, grad)[which].view(-1, (x, weight, grad)[which].shape[-1])[4, 7] = bad
-        y = linear(x, weight, bias, fp8=recipe)
+        y = linear(x, weight, bias, fp8=Recipe(recipe, True))
+        if which != 1:
+            (weight_grad,) = torch.autograd.grad(y, weight, grad, retain_graph=True)
+            assert weight_grad.isnan().any(), "the step is bad"
         (x_grad,) = torch.autograd.grad(y, x, grad)
         hit = [y.flatten(0, 1)[4], y[..., 4], x_grad.flatten(0, 1)[4]][which]
         assert hit.isnan().all(), "where the number enters"
@@ -150,7 +227,7 @@ def test_what_is_not_finite_stays_so(recipe: str, bad: float) -> None:
             assert (y if which < 2 else x_grad).isnan().sum() == hit.numel(), "and nowhere else"
 
 
-def compiled_and_not(backend: str, recipe: str, device: str) -> None:
+def compiled_and_not(backend: str, recipe: Recipe, device: str) -> None:
     found = []
     for compiled in (False, True):
         x, weight, bias, grad = tensors(torch.bfloat16, device)
@@ -168,10 +245,11 @@ def compiled_and_not(backend: str, recipe: str, device: str) -> None:
 
 
 @pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("weights", [False, True])
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.long)])
-def test_compiled_results_are_the_eager_ones(backend: str, recipe: str) -> None:
-    compiled_and_not(backend, recipe, "cpu")
+def test_compiled_results_are_the_eager_ones(backend: str, recipe: str, weights: bool) -> None:
+    compiled_and_not(backend, Recipe(recipe, weights), "cpu")
 
 
 @pytest.mark.gpu
@@ -180,11 +258,11 @@ def test_compiled_results_are_the_eager_ones(backend: str, recipe: str) -> None:
 def test_cuda_gives_what_a_cpu_imitates(recipe: str) -> None:
     if torch.cuda.get_device_capability() < (8, 9):
         pytest.skip("this GPU cannot multiply fp8 matrices")
-    compiled_and_not("inductor", recipe, "cuda")
+    compiled_and_not("inductor", Recipe(recipe), "cuda")
     results: list[Any] = []
     for device in ("cpu", "cuda"):
         x, weight, bias, grad = tensors(torch.bfloat16, device)
-        y = linear(x, weight, bias, fp8=recipe)
+        y = linear(x, weight, bias, fp8=Recipe(recipe))
         results.append((y.detach().cpu(), *(one.cpu() for one in torch.autograd.grad(y, (x, weight, bias), grad))))
         for part, dtype in ((x, E4M3), (weight, E4M3), (weight.t(), E4M3), (grad, OF_GRADIENTS[recipe])):
             bits, scale = rounded(part.detach().flatten(0, -2), dtype, recipe)

@@ -45,6 +45,14 @@ CONTINUED = [  # each with the saved family
     row("", FOUR, pp=4, schedule="zb-h1"),
     row("", FOUR, cp=2, tp=2, cp_comm="alltoall"),
 ]
+MUON = {"optimizer": {"name": "muon"}}
+SAVED_MUON = [row("llama", FOUR, MUON, FEW, dp=4), row("qwen3", FOUR, MUON, tp=4)]  # the last: one key-value head
+CONTINUED_MUON = [
+    row("", FOUR, MUON),
+    row("", FOUR, MUON, FEW, tp=2, dp=2),
+    row("", FOUR, MUON, OFF, dp=2),
+    row("", FOUR, MUON, pp=2, tp=2),
+]
 SELDOM = (1, 4, 5, 6)  # fewer or as many replicas, of which others are tried
 
 
@@ -55,7 +63,7 @@ def saved(workplace: Workplace, tmp_path_factory: pytest.TempPathFactory) -> Sav
     @cache
     def saved_by(name: str) -> Path:
         folder = tmp_path_factory.mktemp("saved")
-        (before,) = (row for row in (*SAVED, *SAVED_EXPERTS) if str(row) == name)
+        (before,) = (row for row in (*SAVED, *SAVED_MUON, *SAVED_EXPERTS) if str(row) == name)
         train_row(workplace, before, partial(train, steps=BEFORE, saved=folder))
         return folder
 
@@ -77,6 +85,19 @@ def test_any_layout_continues_any_other(workplace: Workplace, saved: Saved, befo
     rest = partial(train, steps=STEPS - BEFORE, continued=saved(before))
     found = train_row(workplace, replace(after, family=before.family), rest)
     assert_same_training(found, rest_of_the_reference(workplace, before))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        pytest.param(before, after, marks=() if number == 1 - saver else pytest.mark.long)
+        for saver, before in enumerate(SAVED_MUON)
+        for number, after in enumerate(CONTINUED_MUON)
+    ],
+    ids=str,
+)
+def test_momentum_goes_on_in_any_layout(workplace: Workplace, saved: Saved, before: Row, after: Row) -> None:
+    test_any_layout_continues_any_other(workplace, saved, before, after)
 
 
 @pytest.mark.parametrize("lost", ["others", "moments"])

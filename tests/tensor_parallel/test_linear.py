@@ -163,6 +163,31 @@ def test_a_compiled_bias_gradient_before_an_activation_is_summed_in_parts_first(
     assert shapes == {"aten.sum": sums, "aten.cos": [gradient]}
 
 
+@pytest.mark.usefixtures("fresh_compiler")
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("sequences", [8, 3])
+def test_a_compiled_bias_gradient_is_that_of_fp64(sequences: int, device: str) -> None:
+    """In bf16: gradients of the activation are rounded, summed in fp32, and the sum is rounded. x and weight have few
+    bits and one number a row, so that the product is exact: before the sum there are one rounding and the sine's."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = [torch.randint(-8, 8, shape, generator=generator) / 8 for shape in ((64, sequences, 1), (N, 1))]
+    x, weight = (part.to(device, torch.bfloat16).requires_grad_() for part in drawn)
+    bias = torch.zeros(N, dtype=torch.bfloat16, device=device, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        y = linear(x, weight, bias, main_grad=main_grad, before_activation=True)
+        return activated(torch.sin, y)
+
+    main_grad = torch.zeros(N, 1, device=device)
+    grad = torch.randn(64, sequences, N, generator=generator).bfloat16()
+    (found,) = torch.autograd.grad(torch.compile(run, fullgraph=True)(x), bias, grad.to(device))
+    terms = grad.double() * torch.cos(drawn[0].double() @ drawn[1].double().t())
+    wanted, magnitude = terms.sum((0, 1)), terms.abs().sum((0, 1))
+    rounded, eps = torch.finfo(torch.bfloat16).eps / 2, torch.finfo(torch.float32).eps
+    bound = (rounded * 1.01 + (64 * sequences + 8) * eps) * magnitude + rounded * wanted.abs()
+    assert bool(((found.cpu().double() - wanted).abs() <= bound).all())
+
+
 def compiled_and_not(context: ParallelContext, backend: str) -> None:
     """Two products whose main gradients lie in one buffer, in all modes: compiled results are the eager ones."""
     group = TensorGroup.of(context.group("tp"))

@@ -41,8 +41,9 @@ def farthest(found: Sequence[float], wanted: Sequence[float], width: int) -> flo
 def compare(folder: Path, steps: int, batch: int, width: int, bound: float) -> None:
     plain = {name: losses(folder, name, steps, batch, f"precision={name}") for name in ("fp32", "bf16")}
     assert plain["fp32"][-1] < 0.7 * plain["fp32"][0]
-    for recipe in RECIPES:
-        found = losses(folder, recipe, steps, batch, "precision=bf16", f"train.fp8={recipe}")
+    for recipe in (*RECIPES, *(f"{recipe} train.fp8_weight_gradients=true" for recipe in RECIPES)):
+        settings = f"precision=bf16 train.fp8={recipe}".split()
+        found = losses(folder, recipe.split("=")[0], steps, batch, *settings)
         assert found != plain["bf16"]
         far = {name: farthest(found, wanted, width) for name, wanted in plain.items()}
         print(recipe, far, found[-1])

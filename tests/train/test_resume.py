@@ -1,11 +1,14 @@
 """Nothing is lost: a run that was killed or stopped ends exactly where the uninterrupted one ends, bit for bit."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 import pretrain_gpt
+from megalite.checkpoint.manifest import MANIFEST
 from megalite.config.compose import load_config
+from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from tests.ranks import run_ranks
@@ -81,12 +84,20 @@ def test_its_folder_alone_continues_a_run_elsewhere(
     assert "started with model.hidden_size=64" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("pp", [2, pytest.param(1, marks=pytest.mark.long)])
-def test_two_ranks_continue_after_one_of_them_is_killed(folder: Path, pp: int) -> None:
-    """Stages of a pipeline, and replicas."""
-    whole, broken = folder / f"whole-{pp}", folder / f"broken-{pp}"
-    words = ("train.steps=16", f"parallel.pp={pp}", "train.eval_interval=8")
-    layout = ParallelLayout(pp=pp, dp=2 // pp)
+@pytest.mark.parametrize(
+    ("axis", "optimizer"),
+    [
+        ("pp", "adamw"),
+        ("tp", "muon"),
+        *(pytest.param("dp", each, marks=pytest.mark.long) for each in ("adamw", "muon")),
+    ],
+)
+def test_two_ranks_continue_after_one_of_them_is_killed(folder: Path, axis: str, optimizer: str) -> None:
+    """Stages of a pipeline, parts of matrices, and replicas."""
+    whole, broken = folder / f"whole-{axis}-{optimizer}", folder / f"broken-{axis}-{optimizer}"
+    words = ["train.steps=16", "train.eval_interval=8", f"optimizer={optimizer}"]
+    words += [] if axis == "dp" else [f"parallel.{axis}=2"]
+    layout = ParallelLayout(**{axis: 2})
     assert run_ranks(run_words, 2, overrides(folder, whole.name, *words), layout=layout) == [0, 0]
     arguments = overrides(folder, broken.name, *words)
     ranks = launch_by_variables(arguments, 2)
@@ -98,3 +109,27 @@ def test_two_ranks_continue_after_one_of_them_is_killed(folder: Path, pp: int) -
     assert metrics(broken)[-1]["step"] < 16
     assert run_ranks(run_words, 2, arguments, layout=layout) == [0, 0]
     assert_same_run(broken, whole, steps=16)
+
+
+def test_another_optimizer_begins_its_state_anew_once(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, anew = folder / "changed", "begins anew"
+
+    def train(steps: int, optimizer: str) -> str:
+        words = [f"train.steps={steps}", "checkpoint.interval=2", f"optimizer={optimizer}", "optimizer.may_change=true"]
+        assert run_words(ParallelContext(), overrides(folder, run.name, *words)) == 0
+        return capsys.readouterr().out
+
+    def saved(step: int) -> set[str]:
+        manifest = json.loads((run / "checkpoints" / f"step-{step:08d}" / MANIFEST).read_text())
+        return {name for name in manifest["tensors"] if "mlp.down.weight" in name or name.startswith("optimizer.")}
+
+    matrices = [f"blocks.{layer}.mlp.down.weight" for layer in (0, 1)]
+    assert anew not in train(2, "adamw")
+    assert f"{anew}: exp_avg, exp_avg_sq, optimizer of the checkpoint are dropped" in train(4, "muon")
+    assert saved(4) == {"optimizer.step", *(f"{kind}.{name}" for kind in ("master", "momentum") for name in matrices)}
+    assert anew not in train(6, "muon")
+    assert f"{anew}: exp_avg, exp_avg_sq, momentum, optimizer of the checkpoint are dropped" in train(8, "adamw")
+    assert not any(name.startswith("momentum.") for name in saved(8))
+    words = overrides(folder, run.name, "train.steps=9", "optimizer=muon")
+    with pytest.raises(UserError, match=r"started with optimizer\.name=adamw"):
+        run_words(ParallelContext(), words)

@@ -22,9 +22,10 @@ from tests.optim.small_model import masked_batches, small_config
 from tests.ranks import run_ranks
 
 
-def test_the_norm_of_a_large_fp32_buffer_is_exact_to_fp32() -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_norm_of_a_large_fp32_buffer_is_exact_to_fp32(device: str) -> None:
     """torch's own CPU norm is 2 % short here: it adds millions of squares in a few fp32 sums."""
-    gradients = torch.full(((1 << 26) + 7,), 1e-3)
+    gradients = torch.full(((1 << 26) + 7,), 1e-3, device=device)
     assert float(gradient_norm([gradients])) == pytest.approx(1e-3 * ((1 << 26) + 7) ** 0.5, rel=1e-5)
 
 
