@@ -209,7 +209,9 @@ def _single(kind: Any, value: Any) -> Any:
     if kind is bool and (word := str(value).lower()) in (*YES, *NO):
         return word in YES
     others: dict[Any, tuple[type, ...]] = {bool: (object,), int: (bool, float), float: (bool,)}
-    if value is None or isinstance(value, (list, dict, *others.get(kind, ()))):
+    if typing.get_origin(kind) is dict and isinstance(value, dict):
+        return {key: float(one) if type(one) is int else one for key, one in value.items()}
+    if value is None or isinstance(value, (list, dict, *others.get(kind, ()))) or typing.get_origin(kind):
         raise ValueError(value)
     return value if kind is Any else kind(value)
 
@@ -226,6 +228,8 @@ def as_override(value: Any) -> str:
     """The value as Hydra's command line reads it, so that it comes back as it is."""
     if isinstance(value, list):
         return "[" + ",".join(map(as_override, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}: {as_override(one)}" for key, one in value.items()) + "}"
     if not isinstance(value, str) or PLAIN.fullmatch(value):
         return yaml_value(value)
     return QuotedString(value.replace("${", "\\${"), Quote.double).with_quotes()

@@ -21,6 +21,7 @@ from typing import Any
 
 from megalite.config.clashes import full_name
 from megalite.config.derive import derive_sizes
+from megalite.config.groups import flaws_of_groups
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, Setting, value_of, with_values, yaml_value
 from megalite.errors.problems import Problem, rounded
@@ -42,6 +43,11 @@ LONGEST_NAME = 255  # bytes of a file's name, in any usual file system
 TRIED, OFFERED, WAYS = 80, 3, 4  # values of one setting, those of them that are offered, and settings
 NEAR = 32  # whole numbers that far away are tried
 LARGEST_DIVISOR = 1 << 12
+
+# What is wrong with values of these settings, in words, and one that works.
+SHAPES: dict[str, tuple[Callable[[Any], list[str]], str]] = {
+    "optimizer.groups": (flaws_of_groups, "[{match: '*.attention.*', lr: 0.1x, weight_decay: 0}]"),
+}
 
 Row = tuple[Any, ...]  # setting, relation, others; and, if need be, in which cases
 Found = tuple[Any, str, str]  # whether it is wrong, words, sentence
@@ -87,6 +93,10 @@ class Case:
 
 def outside(setting: Setting, value: Any) -> Problem | None:
     """The problem with a value of the right type, and not null, that the setting does not allow."""
+    if setting.name in SHAPES:
+        flaws, example = SHAPES[setting.name]
+        wrong = flaws(value)
+        return Problem(setting.name, value, "; ".join(wrong), f"{setting.name}={example}") if wrong else None
     parts, limits = value if isinstance(value, list) else [value], setting.limits
     most = limits.get("at_most", LARGEST_IN_LIST if isinstance(value, list) else LARGEST)
     if setting.choices and not {*parts} <= {*setting.choices}:
@@ -187,7 +197,7 @@ def _of_its_kind(setting: Setting, value: Any, numbers: Sequence[float], *, refu
     found = list[Any]()
     if isinstance(value, list) and setting.kind is not Any:
         shorter = [value[:at] + value[at + 1 :] for at in range(len(value)) if len(value) > 1]
-        found = [list(dict.fromkeys(value)), *shorter]
+        found = [[one for at, one in enumerate(value) if one not in value[:at]], *shorter]
     elif setting.kind is Any and value is None:
         found = ["FOLDER"]
     elif setting.choices:  # nobody knows what auto will be, unless the refused setting can be it

@@ -226,6 +226,7 @@ class OptimizerConfig:
     min_loss_scale: float = setting(1.0, "fp16: the scale never falls below this", above=0, at_most=2.0**32)
     loss_scale_window: int = setting(1000, "fp16: steps without an overflow after which the scale doubles", at_least=1)
     hysteresis: int = setting(2, "fp16: overflows since the scale last doubled that halve it", at_least=1)
+    groups: list[dict[str, Any]] = setting([], "{match: pattern of names, lr: PEAK or 0.1x, weight_decay: NUMBER} each")
 
     muon: MuonConfig = field(default_factory=MuonConfig)
 

@@ -26,6 +26,7 @@ TYPE_WORDS = {
     list[int]: "a list of whole numbers",
     list[float]: "a list of numbers",
     list[str]: "a list of words",
+    list[dict[str, Any]]: "a list of groups",
     Any: "text or a list of it",
 }
 

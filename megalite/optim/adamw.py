@@ -1,7 +1,8 @@
 """AdamW (Loshchilov and Hutter 2019) over slices of buckets, driven by device tensors alone.
 
 Masters, gradients and both moments are lists of one-dimensional tensors, one per bucket: what this rank owns of it. A
-group is a set of runs of elements with one weight decay. A step has two forms of the same update:
+group is a set of runs of elements with one factor of the learning rate and one weight decay. A step has two forms of
+the same update:
 
 - torch's fused kernel, one call for each group through views made once. It wants one dtype: where gradients or the
   first moment are narrower than the masters, they are widened, updated and rounded back a piece at a time.
@@ -22,10 +23,11 @@ from torch import Tensor
 from megalite.config.schema import OptimizerConfig
 from megalite.layout.buffer_layout import ALIGNMENT, SliceRange
 from megalite.optim.buffers import TrainingBuffers, dtype_of, ranges_of
+from megalite.optim.groups import UpdateRule
 
 PIECE = 2**18  # elements that a CPU widens at once: their fp32 copies stay in a core's cache
 CUDA_PIECE = 2**26  # on CUDA: few enough launches, and 256 MiB for a copy
-Groups = Sequence[tuple[Sequence[SliceRange], float]]  # runs that do not overlap, and their weight decay
+Groups = Sequence[tuple[Sequence[SliceRange], UpdateRule]]  # runs that do not overlap
 
 
 class FlatAdamW:
@@ -60,7 +62,7 @@ class FlatAdamW:
         if compiled:
             self._rows = list(self._rows_of(buffers.parameters, groups))
         else:
-            self._calls = [(views, decay) for runs, decay in groups for views in self._views_of(runs)]
+            self._calls = [(views, rule) for runs, rule in groups for views in self._views_of(runs)]
 
     def state(self) -> Mapping[str, list[Tensor] | Tensor]:
         return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "step": self.step_count.view(1)}
@@ -76,7 +78,7 @@ class FlatAdamW:
         # CUDA's kernel reads the rate as fp32, in fp64 too; the CPU's takes it as it is.
         lr = lr.to(torch.float32) if lr.is_cuda else lr
         scale, exact = scale.to(self._dtype), self._dtype == torch.float64
-        for (masters, gradients, kept, exp_avg_sq), weight_decay in self._calls:
+        for (masters, gradients, kept, exp_avg_sq), rule in self._calls:
             exp_avg = kept
             if self._widened:  # into copies in the masters' dtype; a skipped step rounds them back to the same bits
                 gradients, exp_avg = ([tensor.to(self._dtype) for tensor in each] for each in (gradients, kept))
@@ -85,10 +87,10 @@ class FlatAdamW:
             torch._fused_adamw_(
                 *(masters, gradients, exp_avg, exp_avg_sq, []),
                 [self.step_count] * len(masters),  # only read: one count serves all
-                lr=lr,
+                lr=lr if rule.factor == 1 else lr * rule.factor,
                 beta1=self._betas[0],
                 beta2=self._betas[1],
-                weight_decay=weight_decay,
+                weight_decay=rule.decay,
                 eps=self._eps,
                 amsgrad=False,
                 maximize=False,
@@ -122,15 +124,18 @@ class FlatAdamW:
 
     def _rows_of(self, parameters: Sequence[Tensor], groups: Groups) -> Iterator[tuple[Tensor | None, ...]]:
         """The first arguments of `_update_rows` for each bucket. Padding, which lies in no run, has no decay."""
+        rates = any(rule.factor != 1 for _, rule in groups)
         lists = (self.masters, self.gradients, self.exp_avg, self.exp_avg_sq, parameters)
         for bucket, (master, *others, parameter) in enumerate(zip(*lists, strict=True)):
             if len(others[1]) < len(master):
                 continue  # one of `without`
-            decay = torch.zeros(len(master) // ALIGNMENT, 1, dtype=master.dtype)
-            for run, weight_decay in ((run, decay) for runs, decay in groups for run in runs if run.bucket == bucket):
+            factor, decay = torch.tensor([[1.0], [0.0]], dtype=master.dtype).repeat(1, len(master) // ALIGNMENT)
+            for run, rule in ((run, rule) for runs, rule in groups for run in runs if run.bucket == bucket):
                 assert run.start % ALIGNMENT == 0, run
-                decay[run.start // ALIGNMENT : -(-run.stop // ALIGNMENT)] = weight_decay
-            yield master, *others, None if parameter is master else parameter, decay.to(master.device)
+                rows = slice(run.start // ALIGNMENT, -(-run.stop // ALIGNMENT))
+                factor[rows], decay[rows] = rule
+            factors, decays = (each[:, None].to(master.device) for each in (factor, decay))
+            yield master, *others, None if parameter is master else parameter, factors if rates else None, decays
 
 
 @cache
@@ -144,12 +149,13 @@ def _update_rows(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     parameter: Tensor | None,
+    factor: Tensor | None,
     decay: Tensor,
     numbers: Tensor,
     constants: Tensor,
 ) -> None:
-    """[n] each, decay [n / ALIGNMENT, 1], numbers [5] and constants [5] as unpacked here: step_size = lr / (1 -
-    first^t) and root = 1 / sqrt(1 - second^t)."""
+    """[n] each, factor of the rate and decay [n / ALIGNMENT, 1], numbers [5] and constants [5] as unpacked here:
+    step_size = lr / (1 - first^t) and root = 1 / sqrt(1 - second^t)."""
     lr, step_size, root, scale, skip = numbers.unbind()
     first, rest_of_first, second, rest_of_second, eps = constants.unbind()
     applied = skip == 0
@@ -157,8 +163,11 @@ def _update_rows(
     mean = first * exp_avg.to(master.dtype) + rest_of_first * divided
     square = second * exp_avg_sq + rest_of_second * divided * divided
     # The width is a constant here: as that of an argument it would cost a division of 64 bits for each element.
-    kept = (master.view(len(decay), ALIGNMENT) * (1.0 - lr * decay)).view(-1)
-    updated = torch.where(applied, kept - step_size * mean / (square.sqrt() * root + eps), master)
+    rows = len(decay), ALIGNMENT
+    rate, size = (lr, step_size) if factor is None else (lr * factor, step_size * factor)
+    kept = master.view(rows) * (1.0 - rate * decay)
+    moved = kept - size * (mean / (square.sqrt() * root + eps)).view(rows)
+    updated = torch.where(applied, moved.view(-1), master)
     exp_avg.copy_(torch.where(applied, mean.to(exp_avg.dtype), exp_avg))
     exp_avg_sq.copy_(torch.where(applied, square, exp_avg_sq))
     if parameter is not None:

@@ -26,6 +26,7 @@ from megalite.layout.buffer_layout import Kind
 from megalite.layout.parameters import Shard, ShardBox, shard_of
 from megalite.optim.adamw import FlatAdamW
 from megalite.optim.buffers import TrainingBuffers, dtype_of
+from megalite.optim.groups import update_rules
 from megalite.optim.newton_schulz import orthogonalised, polynomials
 from megalite.optim.rank_buffers import KINDS
 from megalite.tensor_parallel.collectives import TensorGroup, finish, start_all_gather, start_all_to_all
@@ -51,6 +52,7 @@ class Block:
     shape: tuple[int, ...]
     shards: tuple[Shard, ...]
     heads: bool
+    name: str
 
     @property
     def cost(self) -> int:
@@ -148,15 +150,19 @@ class Muon:
         self.momentum = list(torch.zeros(sum(sizes), dtype=buffers.master_dtype, device=buffers.device).split(sizes))
         self.before_change: Callable[[], None] = lambda: None
         self._rest, self._settings, self._table = rest, muon, polynomials(muon.coefficients, muon.steps)
-        self._relative_rate = 1.0 if muon.lr is None else muon.lr / config.optimizer.lr
-        self._decay = config.optimizer.weight_decay if muon.weight_decay is None else muon.weight_decay
         dtype = muon.dtype or ("fp32" if context.dtype == torch.float32 else "bf16")
         self._master_dtype, self._dtype = buffers.master_dtype, dtype_of(dtype, buffers.master_dtype)
-        self._parts = list[tuple[Kind, Homes, list[Block]]]()
+        self._rules = update_rules((slot.record for slot, _ in buffers.places.values()), config.optimizer)
+        self._parts = list[tuple[Kind, Homes, list[Block], Tensor]]()
         for kind in KINDS:
             homes = Homes.of(context, kind)
             blocks = list(blocks_of(buffers, self.momentum, kind, len(homes.places)))
-            self._parts += [(kind, homes, blocks)] if blocks else []
+            factors = [self._rules[block.name].factor for block in blocks]
+            self._parts += (
+                [(kind, homes, blocks, torch.tensor(factors, dtype=torch.float64, device=buffers.device))]
+                if blocks
+                else []
+            )
 
     def state(self) -> Mapping[str, list[Tensor] | Tensor]:
         return {"momentum": self.momentum, **self._rest.state()}
@@ -165,18 +171,17 @@ class Muon:
     def step(self, lr: Tensor, *, divisor: Tensor, skip: Tensor) -> None:
         self.before_change()
         self._rest.step(lr, divisor=divisor, skip=skip)
-        rate = (lr * self._relative_rate).to(self._master_dtype)
-        for kind, homes, blocks in self._parts:
+        for kind, homes, blocks, factors in self._parts:
             moves = (skip == 0).expand(len(blocks))
             if kind == "expert":
                 moves = moves & homes.any(torch.stack([block.gradient.any() for block in blocks]))
-            rates = (rate * moves).unbind()
+            rates = ((lr * factors).to(self._master_dtype) * moves).unbind()
             directions = [
                 self._direction(block, divisor, one) for block, one in zip(blocks, moves.unbind(), strict=True)
             ]
             updates = homes.at_home(blocks, directions, self._orthogonalised)
             for block, update, one in zip(blocks, updates, rates, strict=True):
-                kept = 1.0 - one * self._decay
+                kept = 1.0 - one * self._rules[block.name].decay
                 block.master.mul_(kept).sub_(update.to(self._master_dtype) * one)
 
     def _direction(self, block: Block, divisor: Tensor, moves: Tensor) -> Tensor:
@@ -215,4 +220,4 @@ def blocks_of(buffers: TrainingBuffers, momentum: Sequence[Tensor], kind: Kind, 
             for start in range(slot.start - first, slot.stop - first, size):
                 if 0 <= start < bucket.slice_size:
                     own = slice(start, start + size)
-                    yield Block(master[own], gradient[own], kept[own], shape, shards, record.heads)
+                    yield Block(master[own], gradient[own], kept[own], shape, shards, record.heads, record.name)

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
-from megalite.layout.buffer_layout import slice_ranges
+from megalite.layout.buffer_layout import SliceRange, slice_ranges
 from megalite.optim.adamw import FlatAdamW
 from megalite.optim.buffers import TrainingBuffers
+from megalite.optim.groups import UpdateRule, update_rules
 from megalite.optim.muon import Muon
 
 State = Mapping[str, Sequence[Tensor] | Tensor]
@@ -48,13 +49,16 @@ def slices_of(state: State) -> dict[str, list[Tensor]]:
 
 
 def make_optimizer(buffers: TrainingBuffers, config: Config, context: ParallelContext) -> Optimizer:
-    """The optimizer that the settings name, with weight decay on the parameters whose records say so."""
+    """The optimizer that the settings name, with the learning rate and weight decay of each parameter."""
     settings = config.optimizer
     compiled = config.train.compile and context.device.type == "cuda"  # on a CPU torch's own kernel is the faster one
     matrices = {bucket for bucket, each in enumerate(buffers.layout.buckets) if each.whole and settings.name == "muon"}
     owned = [one for one in buffers.owned if one.bucket not in matrices]
-    decayed = slice_ranges(owned, lambda record, _: record.decay)
-    others = slice_ranges(owned, lambda record, _: not record.decay)
-    groups = [(decayed, settings.weight_decay), (others, 0.0)]
+    rules = update_rules((slot.record for slot, _ in buffers.places.values()), settings)
+
+    def runs_of(rule: UpdateRule) -> list[SliceRange]:
+        return slice_ranges(owned, lambda record, _: rules[record.name] == rule)
+
+    groups = [(runs_of(rule), rule) for rule in dict.fromkeys(rules.values())]
     adamw = FlatAdamW(buffers, groups, settings, compiled=compiled, without=matrices)
     return Muon(buffers, config, context, adamw) if settings.name == "muon" else adamw

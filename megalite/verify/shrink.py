@@ -20,6 +20,7 @@ from megalite.config.settings import SETTINGS, value_of, with_values
 from megalite.errors.problems import UserError
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.stages import stage_layers
+from megalite.optim.groups import parameters_of_groups
 
 MOST_RANKS = 8  # above, every axis shrinks to its least factor
 FEW, WIDE, LENGTH = 2, 12, 16  # things on one rank, inner width of an MLP on one rank, tokens of a sequence
@@ -80,7 +81,10 @@ def shrink(config: Config, world_size: int) -> tuple[Config, ParallelLayout, Con
     values |= {"optimizer.instances": gcd(config.optimizer.instances, run.dp * run.cp)}
     values |= {f"parallel.{axis}": getattr(run, axis) for axis in AXES}
     values |= _stages(config, run) | _model(config, asked, run) | _batches(config, asked, run)
-    small = with_values(Config(), values)
+    shrunk = derive(with_values(Config(), values), run.world_size)
+    pairs = zip(config.optimizer.groups, parameters_of_groups(shrunk), strict=True)
+    matching = [group for group, records in pairs if records]
+    small = with_values(Config(), values | {"optimizer.groups": matching})  # others are of layers that are left out
     problems = check(small, run.world_size)
     assert not problems, problems
     alone = replace(small, parallel=ParallelConfig(), optimizer=replace(small.optimizer, instances=1))

@@ -25,6 +25,7 @@ FULL = {"train": {"recompute": "full"}}
 SELECTIVE = {"train": {"recompute": "selective", "recompute_modules": ["attention", "norm", "activation"]}}
 DROPPED = {"model": {"dropout": 0.1, "attention_dropout": 0.3, "embedding_dropout": 0.2}}  # hashes know no layout
 FOUR = {"model": {"num_layers": 4}}
+RULES = ("name", "muon", "groups", "ema_half_life_steps")  # settings of the optimizer that are part of the training
 FEW = {"optimizer": {"bucket_size": 6000}}  # a block and a half: it ends at the block
 
 Workplace = tuple[Path, Path]  # a text and a cache folder
@@ -59,8 +60,7 @@ class Row:
         """What a single process computes, which keeps all activations of the whole batch; with experts, of the row's
         microbatches, which balancing losses and capacities know."""
         settings = {name: values for name, values in self.settings.items() if name != "optimizer"}
-        kept = ("name", "muon", "ema_half_life_steps")
-        rule = {name: value for name, value in self.settings.get("optimizer", {}).items() if name in kept}
+        rule = {name: value for name, value in self.settings.get("optimizer", {}).items() if name in RULES}
         settings |= {"optimizer": rule} if rule else {}
         plain = {"recompute": "none", "compile": False}
         if "moe" in settings.get("model", {}):

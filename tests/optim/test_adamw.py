@@ -12,8 +12,10 @@ from megalite.config.schema import OptimizerConfig
 from megalite.layout.buffer_layout import SliceRange
 from megalite.optim import adamw
 from megalite.optim.adamw import FlatAdamW
+from megalite.optim.groups import UpdateRule
 
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
+NO_DECAY = UpdateRule(1.0, 0.0)
 SLICES = (640, 64, 1, 395)
 KINDS = [  # masters and second moment, gradients, first moment
     (torch.float64, torch.float64, torch.float64),
@@ -64,7 +66,7 @@ def build(kind: Kind, groups: Any = None, *, sizes: tuple[int, ...] = SLICES, **
     )
     decay = options.pop("weight_decay", DECAY)
     settings = OptimizerConfig(betas=BETAS, eps=EPS, moment_dtype="bf16" if first_moment == torch.bfloat16 else "fp32")
-    given = [(decayed, decay), (plain, 0.0)] if groups is None else groups
+    given = [(decayed, UpdateRule(1.0, decay)), (plain, NO_DECAY)] if groups is None else groups
     return FlatAdamW(buffers, given, settings, compiled=buffers.parameters is not None)
 
 
@@ -91,7 +93,9 @@ def state_of(optimizer: FlatAdamW) -> list[Tensor]:
 def compare_with_torch(kind: Kind, device: str) -> float:
     """Largest difference from torch.optim.AdamW in fp64, relative to the largest parameter: 20 clipped steps of two
     groups at a changing rate, with a skipped one among them."""
-    ours, start = build(kind, device=device), normal(1, torch.float64)
+    decayed, plain, _ = runs_of()
+    factor, start = 4.0, normal(1, torch.float64)  # of the first group; exact in fp32
+    ours = build(kind, [(decayed, UpdateRule(factor, DECAY)), (plain, NO_DECAY)], device=device)
     theirs = [[start[run.bucket][run.start : run.stop].clone().requires_grad_() for run in runs] for runs in runs_of()]
     moving = theirs[0] + theirs[1]
     groups = [{"params": theirs[0], "weight_decay": DECAY}, {"params": theirs[1], "weight_decay": 0.0}]
@@ -106,8 +110,8 @@ def compare_with_torch(kind: Kind, device: str) -> float:
             for run, parameter in zip(runs, parameters, strict=True):
                 parameter.grad = gradients[run.bucket][run.start : run.stop] * 3
         norm = torch.nn.utils.clip_grad_norm_(moving, 1.0)
-        for group in reference.param_groups:
-            group["lr"] = lr
+        for group, share in zip(reference.param_groups, (factor, 1.0), strict=True):
+            group["lr"] = lr * share
         reference.step()
         take(ours, 100 + step, lr=lr, scale=float(norm) + 1e-6)
     assert ours.step_count.item() == 20
@@ -150,7 +154,8 @@ def expected_step(optimizer: FlatAdamW, lr: float, scale: float, groups: Any = N
     """The definition in fp64 from the state as it is: masters and moments after one step, not yet rounded."""
     steps = optimizer.step_count.item() + 1
     masters, first, second = ([tensor.clone().double() for tensor in tensors] for tensors in moving(optimizer))
-    for runs, decay in zip(groups or runs_of(), (DECAY, 0.0), strict=False):
+    for runs, (factor, decay) in groups or zip(runs_of(), (UpdateRule(1.0, DECAY), NO_DECAY), strict=False):
+        rate = lr * factor
         for run in runs:
             part = slice(run.start, run.stop)
             gradient = optimizer.gradients[run.bucket][part].double() / scale
@@ -158,7 +163,7 @@ def expected_step(optimizer: FlatAdamW, lr: float, scale: float, groups: Any = N
             mean.copy_(BETAS[0] * mean + (1 - BETAS[0]) * gradient)
             square.copy_(BETAS[1] * square + (1 - BETAS[1]) * gradient * gradient)
             root = (square / (1 - BETAS[1] ** steps)).sqrt() + EPS
-            master.copy_(master - lr * decay * master - lr * mean / (1 - BETAS[0] ** steps) / root)
+            master.copy_(master - rate * decay * master - rate * mean / (1 - BETAS[0] ** steps) / root)
     return [masters, first, second]
 
 
@@ -223,7 +228,7 @@ def test_a_step_makes_no_copy_larger_than_a_piece(kind: Kind) -> None:
 def test_the_work_of_the_host_does_not_grow_with_the_number_of_runs(kind: Kind) -> None:
     counts = []
     for lengths in ((640,), (3, 2)):
-        optimizer = build(kind, [(runs, 0.0) for runs in runs_of(lengths)])
+        optimizer = build(kind, [(runs, NO_DECAY) for runs in runs_of(lengths)])
         with Calls() as calls:
             step_with(optimizer, 1e-2, 1.0, False, "cpu")
         counts.append(calls.count)
@@ -261,7 +266,7 @@ def test_weight_decay_touches_its_group_alone_and_what_is_in_no_run_stays(kind: 
 
 @pytest.mark.parametrize("kind", KINDS[:3])
 def test_a_group_without_elements_is_no_call(kind: Kind) -> None:
-    optimizer = build(kind, [([], DECAY)])
+    optimizer = build(kind, [([], NO_DECAY)])
     take(optimizer, 2, lr=1e-2)
     assert all(map(torch.equal, optimizer.masters, normal(1, kind[0])))
 
@@ -304,7 +309,7 @@ def test_the_compiled_update_is_the_definition_and_rounds_the_masters(kind: Kind
     start[-1] = 0.0  # padding
     masters = start.to(device, kind[0]).split(sizes)
     parameters = [master.bfloat16() for master in masters[:2]] + [masters[2]]
-    groups = [(ALIGNED[0], DECAY), ([*ALIGNED[1], SliceRange(2, 0, 64)], 0.0)]
+    groups = [(ALIGNED[0], UpdateRule(4.0, DECAY)), ([*ALIGNED[1], SliceRange(2, 0, 64)], NO_DECAY)]
     optimizer = build(kind, groups, sizes=sizes, masters=masters, parameters=parameters, device=device)
     assert optimizer.rounds
     for step in range(6):
@@ -313,7 +318,7 @@ def test_the_compiled_update_is_the_definition_and_rounds_the_masters(kind: Kind
             gradient.copy_(3 * torch.randn(len(gradient), generator=generator))
         optimizer.gradients[2][-1] = 0.0
         starts = [[tensor.clone().double() for tensor in tensors] for tensors in moving(optimizer)]
-        expected = expected_step(optimizer, 1e-2, 1.7, [runs for runs, _ in groups])
+        expected = expected_step(optimizer, 1e-2, 1.7, groups)
         if step == 3:
             optimizer.gradients[0][5] = torch.nan
         step_with(optimizer, 1e-2, 1.7, step == 3, device)

@@ -32,9 +32,14 @@ def run(folder: Path, name: str, *extra: str) -> Path:
 
 
 def saved(run: Path, step: int, kind: str) -> dict[str, Tensor]:
-    """The tensors of that kind in a checkpoint, by parameter."""
+    """The tensors of that kind in a checkpoint, by parameter, without rows that pad the vocabulary."""
     model = open_model(run, step)
-    return {one.name: model.read(f"{kind}.{one.name}", one.shape) for one in gpt_parameters(model.config.model)}
+    read = {one.name: model.read(f"{kind}.{one.name}", one.shape) for one in gpt_parameters(model.config.model)}
+    return without_padding(read)
+
+
+def without_padding(read: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value[:257] if name.startswith(("embedding", "head")) else value for name, value in read.items()}
 
 
 def kinds(run: Path) -> set[str]:
@@ -91,7 +96,7 @@ def test_it_is_evaluated_and_exported_and_writes_text(
     assert models.export([str(with_average), str(out), "--ema"]) == 0
     assert "after step 6, averaged weights" in capsys.readouterr().out
     averages = saved(with_average, 6, "ema")
-    assert_same_weights(dict(import_model(out, open_model(with_average).config.model)), averages)
+    assert_same_weights(without_padding(dict(import_model(out, open_model(with_average).config.model))), averages)
     assert not any(torch.equal(value, averages[name]) for name, value in saved(with_average, 6, "master").items())
     assert load_file(out / "model.safetensors")
     card, newest = (out / "README.md").read_text(), evaluations(with_average)[-1]
@@ -138,7 +143,7 @@ def test_a_run_switches_it_on_and_off_and_says_so(folder: Path, capsys: pytest.C
     )
     for parameter, average in averages.items():  # half the way
         torch.testing.assert_close(average, (before[parameter] + after[parameter]) / 2, rtol=1e-6, atol=1e-9)
-    run(folder, name, "train.steps=5", "checkpoint.interval=1")
+    run(folder, name, "train.steps=5", "optimizer.ema_half_life_steps=null")
     assert "the average of the weights of the checkpoint is dropped" in capsys.readouterr().out
     assert "ema" not in kinds(folder / name)
     assert ["val_loss_ema" in line for line in evaluations(folder / name)] == [False, True, False]

@@ -1,0 +1,77 @@
+"""Learning rate and weight decay of each parameter: those of its kind, unless a group of optimizer.groups has it. The
+first group whose pattern fits a name has the parameter. No torch import."""
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from difflib import SequenceMatcher
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from megalite.config.schema import Config, OptimizerConfig
+from megalite.errors.problems import Problem, plain, several
+from megalite.layout.parameters import ParameterRecord
+from megalite.model.parameters import gpt_parameters
+
+SHOWN = 3  # patterns that are offered
+
+
+class UpdateRule(NamedTuple):
+    """A parameter's learning rate as a factor of the schedule's, and its weight decay."""
+
+    factor: float
+    decay: float
+
+
+def update_rules(records: Iterable[ParameterRecord], settings: OptimizerConfig) -> dict[str, UpdateRule]:
+    """The rule of each parameter, by its name."""
+    muon, found = settings.muon, dict[str, UpdateRule]()
+    for record in records:
+        factor, decay = 1.0, settings.weight_decay if record.decay else 0.0
+        if settings.name == "muon" and record.stacked is not None:
+            factor = 1.0 if muon.lr is None else muon.lr / settings.lr
+            decay = settings.weight_decay if muon.weight_decay is None else muon.weight_decay
+        group = next((one for one in settings.groups if fnmatchcase(record.name, one["match"])), {})
+        rate = group.get("lr", "1x")  # a peak, or a factor of the usual one: 0.1x
+        factor = factor * float(rate[:-1]) if isinstance(rate, str) else rate / settings.lr
+        found[record.name] = UpdateRule(factor, group.get("weight_decay", decay))
+    return found
+
+
+def parameters_of_groups(config: Config) -> list[list[ParameterRecord]]:
+    """The parameters of each group in the whole model, whose vocabulary need not be known yet."""
+    model = replace(config.model, vocab_size=config.model.vocab_size or 1)
+    left, found = gpt_parameters(model) if config.optimizer.groups else [], []
+    for group in config.optimizer.groups:
+        found.append([record for record in left if fnmatchcase(record.name, group["match"])])
+        left = [record for record in left if not fnmatchcase(record.name, group["match"])]
+    return found
+
+
+def problems_of_groups(config: Config) -> Iterator[Problem]:
+    """Groups that have no parameter."""
+    for group, records in zip(config.optimizer.groups, parameters_of_groups(config), strict=True):
+        if not records:
+            names = [record.name for record in gpt_parameters(replace(config.model, vocab_size=1))]
+            taken = any(fnmatchcase(name, group["match"]) for name in names)
+            rule = "matches only parameters that earlier groups have" if taken else "matches no parameter of the model"
+            hint = "put it before them" if taken else f"match: {' or '.join(_nearest(group['match'], names))}"
+            yield Problem("optimizer.groups", group["match"], rule, hint)
+
+
+def lines_of_groups(config: Config) -> Iterator[str]:
+    """What a run says of its groups."""
+    for group, records in zip(config.optimizer.groups, parameters_of_groups(config), strict=True):
+        given = ", ".join(f"{name} {plain(value)}" for name, value in group.items() if name != "match")
+        size = several(sum(record.numel for record in records), "parameter")
+        yield f"optimizer.groups: {group['match']} ({several(len(records), 'tensor')}, {size}): {given}"
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> list[str]:
+    """The names of the model, all layers as one, that have words most like those of the pattern."""
+    words = [word for word in re.split(r"\W+", pattern) if word]
+
+    def likeness(name: str) -> float:
+        return sum(max(SequenceMatcher(None, word, part).ratio() for part in name.split(".")) for word in words)
+
+    return sorted({re.sub(r"\.\d+\.", ".*.", name): 0 for name in names}, key=likeness, reverse=True)[:SHOWN]
