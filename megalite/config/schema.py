@@ -210,6 +210,7 @@ class OptimizerConfig:
     betas: list[float] = setting([0.9, 0.95], "decay rates of the first and second moment", at_least=0, below=1)
     eps: float = setting(1e-8, "added to the root of the second moment", above=0)
     clip_grad: float = setting(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
+    qk_clip: float | None = setting(None, "largest attention logit; null: any (docs/optimizer.md)", above=0)
     zero: int = setting(1, "1: masters and moments are sharded (ZeRO); 0: every rank holds all", at_least=0, at_most=1)
     instances: int = setting(1, "copies of the sharded state, each over some dp ranks (hybrid sharding)", at_least=1)
     bucket_size: int | None = setting(None, "elements of a gradient bucket; null: by model and ranks", at_least=1)

@@ -14,6 +14,8 @@ from torch.autograd.function import once_differentiable
 from megalite.kernels.attention_mask import BLOCK, MAX_ROWS, AttentionMask, DocumentRows
 from megalite.kernels.dropout import DropoutKey, hash_dropout
 
+TILE_ELEMENTS = 1 << 24  # logits that `raise_largest` has at a time, unless one row has more
+
 
 def attention(
     queries: Tensor,
@@ -61,6 +63,42 @@ def _plain_attention(
         share, key = dropout
         probabilities = hash_dropout(probabilities, share, key)
     return (probabilities.view(scores.shape) @ values).permute(3, 0, 1, 2, 4).flatten(2)
+
+
+def raise_largest(
+    largest: Tensor, queries: Tensor, keys: Tensor, places: Tensor, key_places: Tensor, documents: Tensor | None
+) -> None:
+    """Raise largest [groups] to the largest logit (q k / sqrt(d), before the softmax) that a query of each group sees.
+
+    Queries [n, b, groups, q_per_kv, d] at `places` [n] see keys [m, b, groups, 1, d] at `key_places` [m] of their
+    document of `documents` [b, s], up to themselves. Where m = n both are in order. Logits are there tile by tile.
+    """
+    (n, b, groups, q, d), m = queries.shape, len(keys)
+    size = min(BLOCK, max(1, TILE_ELEMENTS // (b * groups * q * m)))
+    queries, keys = _heads(queries), _heads(keys)[:, 0]  # [b * groups, q, n, d], [b * groups, m, d]
+    for start in range(0, n, size):
+        stop = min(start + size, n)
+        first, last = (start if documents is None else 0, stop) if n == m else (0, m)
+        logits = _product(_rows(queries, start, stop), _part(keys, 0, last).transpose(1, 2), d**-0.5)
+        logits = logits.view(b, groups, q, stop - start, last)
+        rows, columns = places[start:stop, None], key_places[first:last]
+        hidden = columns > rows
+        if documents is not None:
+            hidden = (hidden | (documents[:, rows] != documents[:, None, columns]))[:, None, None]
+        logits[..., first:].masked_fill_(hidden, float("-inf"))
+        found = logits.amax((0, 2, 3, 4)).clamp(max=torch.finfo(logits.dtype).max)  # that fp16 overflows to
+        torch.maximum(largest, found.to(largest.dtype), out=largest)
+
+
+# A compiler would unroll the tiles.
+compiled_raise_largest = torch.library.custom_op("megalite::raise_largest", raise_largest, mutates_args=("largest",))
+_copy = torch.library.custom_op("megalite::copy", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor")
+_copy.register_fake(torch.empty_like)
+
+
+def apart(x: Tensor) -> Tensor:
+    """x without a gradient. To a compiler it is another tensor: what is made of it is not what backward rebuilds."""
+    return _copy(x.detach()) if torch.compiler.is_compiling() else x.detach()
 
 
 class _ByRows(torch.autograd.Function):

@@ -17,7 +17,7 @@ from megalite.config.schema import LEAST_FLEX_HEAD, ModelConfig
 from megalite.context_parallel.attention import context_attention
 from megalite.context_parallel.exchange import CpGroups
 from megalite.data.batch import Batch
-from megalite.kernels.attention import attention
+from megalite.kernels.attention import apart, attention, compiled_raise_largest, raise_largest
 from megalite.kernels.attention_mask import MAX_ROWS, AttentionMask, DocumentRows, block_mask, dense_mask
 from megalite.kernels.dropout import DropoutKey
 from megalite.launch.device import FOR_MASKS, KERNELS
@@ -26,6 +26,7 @@ from megalite.model.parameters import GROUPS
 from megalite.model.recompute import Recompute
 from megalite.model.rotary import rotate
 from megalite.moe.balance import TokenMasks
+from megalite.tensor_parallel.collectives import finish, start_all_gather
 from megalite.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, TpContext
 
 Heads = tuple[Tensor, Tensor, Tensor]  # queries [s, b, groups, q_per_kv, d], keys [.., 1, d], values [.., 1, e]
@@ -41,6 +42,7 @@ class BlockInputs:
     attention_dropout: DropoutKey | None = None
     mlp_dropout: DropoutKey | None = None
     tokens: TokenMasks | None = None  # for routers
+    logits: tuple[Tensor, Tensor, Tensor | None] | None = None  # for QK-clip, what `note_largest` takes beside heads
     routing: list[Tensor] = field(default_factory=list)  # to which each layer with experts adds a row of metrics
 
 
@@ -94,9 +96,21 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, inputs: BlockInputs) -> Tensor:
         """[n, b, h] -> [n, b, h], with sequence parallelism [n/t, b, h] -> [n/t, b, h]"""
-        core = self.recompute.wrap("attention", partial(self.core, inputs=inputs))
-        out: Tensor = self.out(core(*self.project(x)))
+        core, projected = self.recompute.wrap("attention", partial(self.core, inputs=inputs)), self.project(x)
+        if inputs.logits is not None:
+            self.note_largest(self.heads(*map(apart, projected), inputs=inputs), *inputs.logits)
+        out: Tensor = self.out(core(*projected))
         return out
+
+    def note_largest(self, heads: Heads, largest: Tensor, places: Tensor, documents: Tensor | None) -> None:
+        """Raise `largest` [groups] to the logits of a microbatch, whose tokens have `places` [n] and maybe `documents`
+        [b, s]. Ranks that share sequences gather all keys."""
+        queries, seen = heads[0].detach(), (heads[1].detach(), places)
+        for group in () if self.context is None else (self.context.alltoall, self.context.ring):
+            if group is not None:
+                seen = finish(start_all_gather(seen[0], group)), finish(start_all_gather(seen[1], group))
+        note = compiled_raise_largest if torch.compiler.is_compiling() else raise_largest
+        note(largest, queries, seen[0], places, seen[1], documents)
 
     def core(self, *projected: Tensor, inputs: BlockInputs) -> Tensor:
         """Everything between the projections -> [n, b, heads * e]."""

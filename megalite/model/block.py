@@ -111,6 +111,8 @@ class Block(nn.Module):
         def forward(x: Tensor, inputs: BlockInputs) -> Tensor:
             core = self.recompute.wrap("attention", partial(attention.attend, inputs=inputs))
             heads = before(x, inputs)
+            if inputs.logits is not None:
+                attention.note_largest(heads, *inputs.logits)
             with self.recompute.outputs_dropped():
                 x = behind(x, core(*heads), inputs)
             return x if self.moe is None else self.feed_forward(x, inputs)

@@ -102,6 +102,7 @@ class GPT(nn.Module):
             positions = self.embeds and model.position == "learned"
             self.embedding = Embedding(model, self.place, positions=positions)
         self.blocks = nn.ModuleDict({str(layer): self._block(layer, train, expert_ranks) for layer in layers})
+        self.largest_logits = dict[int, Tensor]()  # by layer, [groups of heads here]: training raises what is there
         width = 2 * model.moe.num_experts + AFTER_COUNTS
         self.router_metrics = torch.zeros(len(model.expert_layers), width, dtype=torch.float64, device=device)
         first = sum(layer < layers.start for layer in model.expert_layers)
@@ -234,6 +235,7 @@ class GPT(nn.Module):
             mask=attention_mask(batch, x, self.config, self.kernels, compiled=self.compiled),
             tokens=TokenMasks.of(batch, scale, self.sharing, split, ordered=ordered) if self.routers else None,
         )
+        noted = self.largest_logits if self.training and torch.is_grad_enabled() else {}
         for name, block in self.blocks.items():
             layer = int(name)
             self.before_use(f"blocks.{name}")
@@ -242,6 +244,7 @@ class GPT(nn.Module):
                 probability_dropout=keys.get((layer, "probabilities")),
                 attention_dropout=keys.get((layer, "attention")),
                 mlp_dropout=keys.get((layer, "mlp")),
+                logits=(noted[layer], batch.places, batch.documents) if layer in noted else None,
             )
             if layer in self.recomputed and torch.is_grad_enabled():
                 x = checkpoint(block, x, inputs, use_reentrant=False, preserve_rng_state=False)

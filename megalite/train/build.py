@@ -278,6 +278,7 @@ def graph_of(config: Config, context: ParallelContext) -> bool | None:
     new = (
         documents,
         config.train.attention == "flex",
+        config.optimizer.qk_clip,
         model.moe.num_experts,
         model.dropout,
         model.attention_dropout,

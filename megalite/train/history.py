@@ -74,7 +74,7 @@ TYPES: dict[str, Any] = {  # of values, by name; all others of a line of metrics
     **dict.fromkeys(("memory_gib", "compute_s"), float | list[float]),
     **dict.fromkeys(("mfu", "mfu_causal", "val_bits_per_byte", "loss_scale"), float | None),  # where it is known
     "versions": dict[str, str],
-    "time_split": dict[str, float],
+    **dict.fromkeys(("time_split", "layer_attention_logit"), dict[str, float]),
     "moe": dict[str, float | list[list[int]]],
     "cuts": dict[str, int],
     "about": list[list[str]],

@@ -48,6 +48,7 @@ class StepMetrics:
     lr: float
     loss_scale: float | None = None  # of fp16: the loss was multiplied by it before backward
     routing: torch.Tensor | None = None  # [layers with experts, 2 E + 5] of moe/balance.py, in host memory
+    largest_logits: Sequence[float] = ()  # of attention by layer, with optimizer.qk_clip
     time_split: TimeSplit = field(default_factory=NO_TIME.copy)
 
 
@@ -125,7 +126,7 @@ class Meter:
         """Sums over the steps since the last line begin anew."""
         self._newest: tuple[StepMetrics, int] | None = None  # and its number
         self._steps, self._tokens, self._wait_s, self._cuts = 0, 0, 0.0, Counter[str]()
-        self._split, self._routing = NO_TIME, torch.zeros(())
+        self._split, self._routing, self._logits = NO_TIME, torch.zeros(()), list[float]()
 
     def add(self, metrics: StepMetrics, data: StepBatches) -> None:
         """A step is done."""
@@ -139,6 +140,7 @@ class Meter:
         self._split = {part: self._split[part] + spent for part, spent in metrics.time_split.items()}
         if metrics.routing is not None and not metrics.skipped:
             self._routing = self._routing + metrics.routing
+        self._logits = [*map(max, self._logits or metrics.largest_logits, metrics.largest_logits)]
         self._splits.append(metrics.time_split)
 
     def line(self, *, tokens: int, bad_steps: int) -> Record | None:
@@ -169,6 +171,9 @@ class Meter:
         line |= {} if metrics.loss_scale is None else {"loss_scale": metrics.loss_scale}
         line |= {"cuts": dict(self._cuts)} if self._cuts else {}
         line |= {"moe": in_numbers(self._routing)} if self._routing.ndim else {}
+        if self._logits:
+            of_layers = {str(layer): logit for layer, logit in enumerate(self._logits)}
+            line |= {"max_attention_logit": max(self._logits), "layer_attention_logit": of_layers}
         self._begin()
         return line
 

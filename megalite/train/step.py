@@ -18,6 +18,7 @@ from megalite.data.batch import Batch
 from megalite.launch.context import ParallelContext
 from megalite.model.gpt import Routers
 from megalite.optim.gradients import gradient_norm, owned_for_norm, partial_gradients, sum_partial
+from megalite.optim.qk_clip import QkClip
 from megalite.train.build import Training
 from megalite.train.metrics import StepMetrics, TimeSplit
 
@@ -29,8 +30,8 @@ class PendingMetrics:
     reading them later waits for this step and for none that was launched after it."""
 
     def __init__(self, numbers: Sequence[Tensor], routing: Tensor, lap: Callable[[], TimeSplit], *, fp16: bool) -> None:
-        """`numbers`: the first fields of StepMetrics, 0-d fp64 each. `routing`: its field, on the device, maybe empty.
-        `lap`: this rank's times, to be read once, after them."""
+        """`numbers`: the first fields of StepMetrics, then its `largest_logits`, 0-d fp64 each. `routing`: its field,
+        on the device, maybe empty. `lap`: this rank's times, to be read once, after them."""
         self._lap, self._fp16 = lap, fp16
         on_device = torch.cat([torch.stack(list(numbers)), routing.flatten()])
         on_host = on_device.to("cpu", non_blocking=True)  # into pinned memory
@@ -41,10 +42,11 @@ class PendingMetrics:
         """Waits until the step is done."""
         if self._done is not None:
             self._done.synchronize()
-        loss, grad_norm, tokens, *flags, lr, scale = self._numbers.tolist()
-        skipped, stop, refused = (flag > 0 for flag in flags)
-        loss_scale, routing = scale if self._fp16 else None, self._routing if len(self._routing) else None
-        return StepMetrics(loss, grad_norm, int(tokens), skipped, stop, refused, lr, loss_scale, routing, self._lap())
+        loss, grad_norm, tokens, *others = self._numbers.tolist()
+        (skipped, stop, refused), (lr, scale, *logits) = (flag > 0 for flag in others[:3]), others[3:]
+        scale, routing = scale if self._fp16 else None, self._routing if len(self._routing) else None
+        numbers = loss, grad_norm, int(tokens), skipped, stop, refused, lr, scale
+        return StepMetrics(*numbers, routing, logits, self._lap())
 
 
 class TrainStep:
@@ -63,6 +65,7 @@ class TrainStep:
         self._zero = torch.zeros((), dtype=torch.float64, device=training.buffers.device)
         self._lr = torch.zeros_like(self._zero)
         self._routers = Routers(training.chunks)
+        self._qk_clip = QkClip(training.buffers, training.chunks, settings.qk_clip, self._world)
         self.updates = False  # whether an update of parameters has ever begun
         self._tokens: Tensor | None = None  # of the coming step, if the step before has summed them
 
@@ -87,6 +90,7 @@ class TrainStep:
         clock.switch("optimizer")
         training.buffers.start_step()
         self._routers.start_step()
+        self._qk_clip.start_step()
 
         # Unmasked tokens of the global batch, by which every token's loss is divided.
         tokens, self._tokens = self._tokens, None
@@ -144,6 +148,7 @@ class TrainStep:
         self._lr.fill_(lr)
         self.updates = True
         training.optimizer.step(self._lr, divisor=divisor, skip=skipped.to(torch.float32))
+        logits = self._qk_clip.step(skipped).unbind()
         if scale is not None:
             scale.update(overflow.to(torch.float32))
         self._routers.update(routing, skipped.double())
@@ -152,11 +157,11 @@ class TrainStep:
             training.buffers.average(self._ema_weight * (~skipped).double())
 
         # The all-gather of the new parameters, which the next forward waits for.
-        if not training.optimizer.rounds:
+        if not training.optimizer.rounds or len(logits):
             training.buffers.round_masters()
         training.gather.start()
         numbers = [loss, norm, tokens.double(), skipped.double(), stopping, refusing, self._lr, loss_scale.double()]
-        return PendingMetrics(numbers, routing, clock.lap(), fp16=scale is not None)
+        return PendingMetrics([*numbers, *logits], routing, clock.lap(), fp16=scale is not None)
 
     def _number(self, value: float, dtype: torch.dtype) -> Tensor:
         """0-d, made on the device by a kernel: a copy from the host would wait."""

@@ -105,6 +105,8 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, Tensor]:
     if moe := record.get("moe"):
         numbers["tokens of experts"] = moe["tokens_per_expert"]
         numbers["losses of routers"] = [moe[name] for name in ("balancing_loss", "z_loss", "entropy")]
+    if logits := record.get("layer_attention_logit"):
+        numbers["attention logits"] = [*logits.values()]
     return {what: torch.tensor(value, dtype=torch.float64) for what, value in numbers.items()}
 
 

@@ -55,6 +55,7 @@ class Trace:
     state: dict[str, list[Piece]]  # of the optimizer, masters and their averages
     routers: dict[str, Tensor]  # of each layer here with experts what balances them without a gradient
     routing: list[Tensor]  # of each step, what all routers counted; empty without experts
+    logits: list[list[float]]  # of each step, the largest of each layer, with QK-clip
 
 
 def merged(*changes: Overrides) -> Overrides:
@@ -147,6 +148,7 @@ def train(
         parameters=_copies(held_pieces(buffers)),
         state={name: _owned(buffers, slices) for name, slices in state.items()},
         routing=[f.routing for f in figures if f.routing is not None],
+        logits=[[*f.largest_logits] for f in figures if f.largest_logits],
         routers={name: value.clone() for name, value in Routers(training.chunks).state()},
     )
 
@@ -179,6 +181,7 @@ def assert_same_training(found: Sequence[Trace], reference: Trace) -> None:
         assert (trace.averaged is None) == (reference.averaged is None)
         if trace.averaged is not None and reference.averaged is not None:
             torch.testing.assert_close(vars(trace.averaged), vars(reference.averaged), **close)
+        torch.testing.assert_close(trace.logits, reference.logits, **close)
     for step, expected in enumerate(reference.gradients):
         _assert_same_tensors("gradients", [trace.gradients[step] for trace in found], expected)
     _assert_same_tensors("parameters", [trace.parameters for trace in found], reference.parameters)

@@ -53,7 +53,8 @@ def test_a_step_asks_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch) -> N
     plain_expert_rows.stand_in(monkeypatch)
     config = Config(device="cpu", precision="bf16")
     config.model.vocab_size, config.model.num_layers, config.train.compile = 300, 1, False
-    config.model.moe, config.optimizer.ema_half_life_steps = MoEConfig(**EXPERTS), 9.0
+    config.model.moe, config.optimizer.qk_clip = MoEConfig(**EXPERTS), 100.0
+    config.optimizer.ema_half_life_steps = 9.0
     context = ParallelContext(dtype=torch.bfloat16)
     config = derive_device(derive(config), context)
     with FakeTensorMode():
