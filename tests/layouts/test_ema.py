@@ -22,12 +22,17 @@ EMA = {"optimizer": {"ema_half_life_steps": 2.0}}
 MUON = {"optimizer": {"name": "muon", "ema_half_life_steps": 0.7}}
 OFF = {"optimizer": {"zero": 0}}
 INSTANCES = {"optimizer": {"instances": 2}}
+# Weights are averaged as QK-clip leaves them, and as groups move them.
+CLIPPED = {
+    "optimizer": {"qk_clip": 0.05, "groups": [{"match": "blocks.0.attention.*", "lr": "3x", "weight_decay": 0.4}]}
+}
 ROWS = [
     row("llama", EMA, FEW, dp=2),
     row("qwen3", MUON, FEW, tp=2),
     row("gpt2", EMA, FOUR, FEW, pp=2),  # tied embeddings, which two ranks of a pipeline hold
     row("llama", EMA, OFF, dp=2),
     row("gpt2", EMA, INSTANCES, FEW, dp=4),
+    row("llama", MUON, CLIPPED, FEW, tp=2),
 ]
 LONG_ROWS = [
     row("gpt2", MUON, FOUR, pp=2, dp=2, schedule="zb-h1"),

@@ -29,7 +29,7 @@ def logical(training: Training, slices: list[Tensor]) -> Named:
 def averages(half_life: float, dtype: torch.dtype, optimizer: str) -> tuple[Named, Named, float, list[bool]]:
     """After STEPS steps the averages, what a plain loop over logical masters says, and the largest difference of a
     master from its average; and whether each step of SKIPPED has kept every bit."""
-    settings = {"name": optimizer, "lr": 0.05, "ema_half_life_steps": half_life}
+    settings = {"name": optimizer, "lr": 0.05, "ema_half_life_steps": half_life, "qk_clip": 1e-3}  # clips all heads
     config, context = small_config(optimizer=settings), ParallelContext(dtype=dtype)
     training = build_training(config, context)
     fill_with_start_values(training.buffers, config, context)
