@@ -22,6 +22,7 @@ from megalite.observe.terminal import Terminal
 
 MODEL = option("model", type=Path, metavar="MODEL", help="a run folder, or a folder of a transformers model")
 STEP = option("--step", type=number_from(0), metavar="N", help="of a run's checkpoint (default: the newest)")
+EMA = option("--ema", action="store_true", help="the averaged weights of a run (optimizer.ema_half_life_steps)")
 PROBABILITY = number_from(0, 1, above=True, whole=False)
 PREPARED = (
     *("data", "tokenizer", "data.path", "data.subset", "data.split", "data.streaming", "data.text_column"),
@@ -102,6 +103,7 @@ def _check(config: Config, terminal: Terminal) -> Iterator[str]:
 @command(
     MODEL,
     STEP,
+    EMA,
     option("--max-tokens", **COUNT, help="predict only the first N tokens of the data"),
     option("--batch-size", **COUNT, default=8, help="sequences at a time (default: %(default)s)"),
     option("--json", action="store_true", help="print one JSON object, in full precision"),
@@ -116,7 +118,8 @@ def evaluate(options: Namespace, overrides: list[str]) -> Shown:
     """
     from megalite.hf.inference import evaluate_saved
 
-    found = evaluate_saved(options.model, overrides, options.step, options.batch_size, options.max_tokens)
+    rows, most = options.batch_size, options.max_tokens
+    found = evaluate_saved(options.model, overrides, options.step, rows, most, ema=options.ema)
     if options.json:
         return Shown([json.dumps(found)])
     return Shown([f"{name:<16} {plain(value)}" for name, value in found.items() if value is not None])
@@ -132,6 +135,7 @@ def evaluate(options: Namespace, overrides: list[str]) -> Shown:
     option("--num-samples", **COUNT, default=1, help="of each prompt (default: %(default)s)"),
     option("--json", action="store_true", help="print a JSON object a line: prompt and text"),
     STEP,
+    EMA,
 )
 def generate(options: Namespace, overrides: list[str]) -> Shown:
     """Text from a model. Nothing is downloaded, and no code that comes with a model is run.
@@ -147,7 +151,8 @@ def generate(options: Namespace, overrides: list[str]) -> Shown:
     from megalite.hf.saved_model import open_model
 
     sampling = Sampling(options.temperature, options.top_k, options.top_p, options.num_samples, options.max_new_tokens)
-    texts = texts_of(open_model(options.model, options.step), options.prompt, config, sampling)
+    saved = open_model(options.model, options.step, ema=options.ema)
+    texts = texts_of(saved, options.prompt, config, sampling)
     if options.json:
         return Shown(json.dumps({"prompt": prompt, "text": text}) for prompt, text in texts)
     count = len(options.prompt) * options.num_samples
@@ -159,6 +164,7 @@ def generate(options: Namespace, overrides: list[str]) -> Shown:
     option("run_dir", type=Path, metavar="RUN_DIR", help="the run's folder"),
     option("out", type=Path, metavar="OUT", help="the folder to write, new or empty"),
     STEP,
+    EMA,
     option("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default: %(default)s)"),
 )
 def export(options: Namespace, overrides: list[str]) -> Shown:
@@ -173,10 +179,11 @@ def export(options: Namespace, overrides: list[str]) -> Shown:
     from megalite.hf.saved_model import open_model
 
     require_new(options.out)  # before gigabytes are verified
-    model = open_model(options.run_dir, options.step)
+    model = open_model(options.run_dir, options.step, ema=options.ema)
     step = export_checkpoint(model, options.out, precision, options.max_shard_size)
     without = "" if model.tokenizer else ", without a tokenizer: the run does not know the one that made its tokens"
-    return Shown([f"{options.out}: {model.config.model.name} after step {step}{without}"])
+    weights = ", averaged weights" if model.ema else ""
+    return Shown([f"{options.out}: {model.config.model.name} after step {step}{weights}{without}"])
 
 
 @command(

@@ -42,7 +42,8 @@ TRAINING = {
     *("optimizer.loss_scale_window", "optimizer.hysteresis"),
 }
 # Settings of later versions, whose defaults leave the names of older runs as they are.
-LATER = {"optimizer.name", "optimizer.groups", *(name for name in SETTINGS if name.startswith("optimizer.muon."))}
+LATER_ONES = ("optimizer.name", "optimizer.groups", "optimizer.ema_", "optimizer.muon.")
+LATER = {name for name in SETTINGS if name.startswith(LATER_ONES)}
 
 
 def derive(config: Config, world_size: int = 1) -> Config:

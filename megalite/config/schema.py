@@ -227,6 +227,9 @@ class OptimizerConfig:
     communication_dtype: str = setting(None, "type of gradients sent; null: gradient_dtype", choices="fp32|bf16")
     may_change: bool = setting(False, "a run may go on with another optimizer, whose state begins anew")
     moment_dtype: str = setting("fp32", "type of the first moment; the second is fp32", choices="fp32|bf16")
+    ema_half_life_steps: float | None = setting(
+        None, "half-life of an average of the weights, kept beside them; null: none", above=0, at_most=10**6
+    )
     initial_loss_scale: float = setting(65536.0, "fp16: multiplies the loss at first", above=0, at_most=2.0**32)
     min_loss_scale: float = setting(1.0, "fp16: the scale never falls below this", above=0, at_most=2.0**32)
     loss_scale_window: int = setting(1000, "fp16: steps without an overflow after which the scale doubles", at_least=1)

@@ -36,8 +36,8 @@ CARD = Path(__file__).with_name("model_card.md")
 
 
 def export_checkpoint(model: SavedModel, folder: Path, precision: str = "auto", max_shard_size: str = "5GB") -> int:
-    """Write a run's masters, rounded to `precision` (auto: that of the run), its tokenizer and a model card to
-    `folder`. The result is the step of the checkpoint."""
+    """Write a run's masters, or their averages, rounded to `precision` (auto: that of the run), its tokenizer and a
+    model card to `folder`. The result is the step of the checkpoint."""
     if model.state is None:
         rule = "it is a model of transformers already"
         raise UserError(Problem("model", str(model.folder), rule, "name the folder of a run"))
@@ -160,6 +160,7 @@ def model_card(model: SavedModel, metrics: Mapping[str, Any]) -> bytes:
     card = page.from_string(CARD.read_text(encoding="utf-8")).render(
         vars(config),
         progress=state.progress,
+        ema=model.ema,
         has_tokenizer=model.tokenizer_folder is not None,
         family=family_of(config.model),
         parameters=parameter_count(config.model),

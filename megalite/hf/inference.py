@@ -39,10 +39,10 @@ TOGETHER = 32  # samples of a prompt that grow at the same time
 
 @torch.no_grad()
 def evaluate_saved(
-    folder: Path, words: Sequence[str], step: int | None, rows: int, max_tokens: int | None
+    folder: Path, words: Sequence[str], step: int | None, rows: int, max_tokens: int | None, *, ema: bool = False
 ) -> dict[str, Any]:
-    """Results of the model in `folder`, a run's (its newest checkpoint, or that of `step`) or one of transformers. The
-    loss is the mean over the predicted tokens, in nats.
+    """Results of the model in `folder`, a run's (its newest checkpoint, or that of `step`; with `ema` of its averaged
+    weights) or one of transformers. The loss is the mean over the predicted tokens, in nats.
 
     Where the overrides `words` name no data, a run is evaluated on what it held out; of other data, at most
     `max_tokens` tokens, `rows` sequences at a time.
@@ -55,7 +55,7 @@ def evaluate_saved(
     if own_data and max_tokens is not None:
         rule = "has no effect: a run's own validation part is evaluated as in training"
         raise UserError(Problem("--max-tokens", max_tokens, rule, NAME_DATA))
-    saved = open_model(folder, step)
+    saved = open_model(folder, step, ema=ema)
     config, opened, source, description = (_own_data if own_data else _other_data)(saved, asked, named)
     batches = _windows(source, config, rows, max_tokens or sum(part.tokens for part in source.parts))
     if own_data:
@@ -70,6 +70,7 @@ def evaluate_saved(
     return {
         "model": str(folder),
         "step": saved.found.manifest.step if saved.found else None,
+        "weights": "averages" if ema else None,
         "data": description,
         "tokens": found.tokens,
         "seq_length": config.train.seq_length,

@@ -33,7 +33,7 @@ from megalite.config.model_folder import (
 from megalite.config.schema import Config, ModelConfig
 from megalite.config.settings import SETTINGS, leaves, with_values, yaml_value
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
-from megalite.errors.problems import Problem, UserError, refuse, to_stderr
+from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse, to_stderr
 from megalite.hf.families import FAMILIES
 from megalite.hf.families.family import Family, differences
 from megalite.launch.context import ParallelContext
@@ -42,7 +42,8 @@ from megalite.launch.process import ProcessEnvironment
 from megalite.model.gpt import GPT, Routers
 from megalite.model.init import fill
 from megalite.model.parameters import gpt_parameters
-from megalite.train.saving import SavedState
+from megalite.optim.buffers import EMA
+from megalite.train.saving import SavedState, kind_of
 
 LONGEST = 1024  # tokens in a sequence, where a model of others was made for more
 HEAD = "lm_head.weight"
@@ -63,6 +64,7 @@ class SavedModel:
     tokenizer_folder: Path | None  # what its token ids mean, if that is known
     found: Found | None = None  # the verified checkpoint of a run
     state: SavedState | None = None
+    ema: bool = False  # its weights are the averages of optimizer.ema_half_life_steps
 
     @cached_property
     def tokenizer(self) -> TextTokenizer | None:
@@ -77,11 +79,12 @@ class SavedModel:
 
     def values(self) -> Iterator[tuple[str, Tensor]]:
         """(logical name, tensor of the logical shape) of all parameters, in the order of `gpt_parameters`: of a run the
-        masters. Names and shapes are checked now; a tensor is read when its turn comes, so that one is in memory."""
+        masters, or their averages. Names and shapes are checked now; a tensor is read when its turn comes, so that one
+        is in memory."""
         if self.found is None:
             return import_model(self.folder, self.config.model)
-        records = gpt_parameters(self.config.model)
-        return ((record.name, self.read(f"master.{record.name}", record.shape)) for record in records)
+        records, kind = gpt_parameters(self.config.model), EMA if self.ema else "master"
+        return ((record.name, self.read(f"{kind}.{record.name}", record.shape)) for record in records)
 
     def read(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A tensor of the run's checkpoint, in the precision of the masters."""
@@ -105,17 +108,20 @@ class SavedModel:
         return model.eval()
 
 
-def open_model(folder: Path, step: int | None = None) -> SavedModel:
-    """The model of a run (its newest undamaged checkpoint, or that of `step`) or of transformers. UserError for what is
-    neither, or does not fit."""
+def open_model(folder: Path, step: int | None = None, *, ema: bool = False) -> SavedModel:
+    """The model of a run (its newest undamaged checkpoint, or that of `step`) or of transformers; with `ema` that of
+    the averaged weights. UserError for what is neither, or does not fit."""
     if (folder / CHECKPOINTS).is_dir() or (folder / RUN).is_file():
-        return _open_run(folder, step)
+        return _open_run(folder, step, ema)
     if not (folder / "config.json").is_file():
         rule = "must be the folder of a run or of a transformers model (config.json); models are not downloaded"
         remedy = "name a run folder, or one that save_pretrained has written"
         raise UserError(Problem("model", str(folder), rule, remedy))
     if step is not None:
         raise UserError(Problem("step", step, "a model of transformers has no steps", "leave it out"))
+    if ema:
+        rule = "a model of transformers has one set of weights, which may be averages: its model card says so"
+        raise UserError(Problem("--ema", NO_VALUE, rule, "leave it out"))
     about = read_model_file(folder)
     lengths = [LONGEST, about.get("n_positions"), about.get("max_position_embeddings")]
     if (path := folder / "tokenizer_config.json").is_file():  # a table of positions may be longer than what was trained
@@ -129,7 +135,7 @@ def open_model(folder: Path, step: int | None = None) -> SavedModel:
     return SavedModel(folder, config, folder if holds_tokenizer(folder) else None)
 
 
-def _open_run(folder: Path, step: int | None) -> SavedModel:
+def _open_run(folder: Path, step: int | None, ema: bool) -> SavedModel:
     """Settings that the run's megalite did not have are at their defaults. Damaged checkpoints that are passed over are
     named on stderr."""
     found = newest(folder / CHECKPOINTS, ParallelContext(), to_stderr, step=step, look_only=True)
@@ -143,7 +149,11 @@ def _open_run(folder: Path, step: int | None) -> SavedModel:
         raise UserError(Problem("model", str(found.path), rule, "use the megalite that wrote it"))
     config = with_values(Config(), {name: value for name, value in settings.items() if name in SETTINGS})
     check_tokenizer(folder, state.tokenizer)
-    return SavedModel(folder, config, folder / TOKENIZER if (folder / TOKENIZER).is_dir() else None, found, state)
+    if ema and EMA not in map(kind_of, found.manifest.tensors):
+        rule = f"the checkpoint of step {found.manifest.step} has no averages of the weights"
+        remedy = "leave it out, or train on with optimizer.ema_half_life_steps=100, for example"
+        raise UserError(Problem("--ema", NO_VALUE, rule, remedy))
+    return SavedModel(folder, config, folder / TOKENIZER if (folder / TOKENIZER).is_dir() else None, found, state, ema)
 
 
 class Source(NamedTuple):

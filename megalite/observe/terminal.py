@@ -156,6 +156,7 @@ def what_was_learned(run: RunData, seconds: float) -> list[tuple[str, str]]:
 def measures(evaluation: Mapping[str, Any]) -> str:
     """The loss of an evaluation, and what else is known of it."""
     names = {"val_loss": "", "val_perplexity": ", perplexity ", "val_bits_per_byte": ", bits per byte "}
+    names["val_loss_ema"] = ", of averaged weights "
     known = {name: evaluation[name] for name in names if evaluation.get(name) is not None}
     return "".join(f"{names[name]}{readable.loss(value)}" for name, value in known.items())
 

@@ -15,6 +15,9 @@ from megalite.kernels.embed import set_main_grad
 from megalite.launch.device import DTYPES
 from megalite.layout.buffer_layout import BufferLayout, BufferSlot, Kind, OwnedRange, SliceRange
 
+EMA = "ema"  # what checkpoints call the averages of masters
+PIECE = 1 << 24  # elements that change places at once
+
 
 class TrainingBuffers:
     """Parameters, gradients and masters of one model on one rank.
@@ -23,6 +26,7 @@ class TrainingBuffers:
     ([bucket's size / shards] each) are this rank's slices, and `index` its place among those that share them.
     The optimizer updates the masters, in fp32 (fp64 in fp64). Where parameters already have that dtype, masters alias
     their slices; otherwise they view one separate tensor. Gradients have `gradient_dtype`, the masters' by default.
+    With `ema` there are averages of the masters, which begin as these. `kept` has both, by their names in checkpoints.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class TrainingBuffers:
         dense: int = 0,
         expert: int = 0,
         gradient_dtype: torch.dtype | None = None,
+        ema: bool = False,
     ) -> None:
         self.layout, self.device = layout, device
         self.index: dict[Kind, int] = {"dense": dense, "expert": expert}
@@ -53,6 +58,9 @@ class TrainingBuffers:
         rounded = [len(part) for part in self.parameters if part.dtype != self.master_dtype]
         flat = iter(torch.zeros(sum(rounded), dtype=self.master_dtype, device=device).split(rounded))
         self.masters = [part if part.dtype == self.master_dtype else next(flat) for part in self.parameters]
+        sizes = [len(master) for master in self.masters if ema]
+        self.averages = list(torch.zeros(sum(sizes), dtype=self.master_dtype, device=device).split(sizes))
+        self.kept = {"master": self.masters} | ({EMA: self.averages} if ema else {})
         self.places = {  # by name: slot and number of the bucket
             slot.record.name: (slot, number) for number, bucket in enumerate(layout.buckets) for slot in bucket.slots
         }
@@ -88,7 +96,8 @@ class TrainingBuffers:
 
     @torch.no_grad()
     def fill(self, values: Iterable[tuple[str, Tensor]]) -> None:
-        """Set masters and parameters to `values`: (name, tensor) pairs, the tensor logical or this rank's shard."""
+        """Set parameters, masters and averages to `values`: (name, tensor) pairs, the tensor logical or this rank's
+        shard."""
         own: dict[str, list[OwnedRange]] = {name: [] for name in self.places}
         for each in self.owned:
             own[each.slot.record.name].append(each)
@@ -98,7 +107,8 @@ class TrainingBuffers:
             self.parameter(name).copy_(value)
             for each in own[name]:
                 part = value.reshape(-1)[each.in_parameter.start : each.in_parameter.stop]
-                self.masters[number][each.in_slice.start : each.in_slice.stop].copy_(part)
+                for slices in self.kept.values():
+                    slices[number][each.in_slice.start : each.in_slice.stop].copy_(part)
 
     @torch.no_grad()
     def round_masters(self) -> None:
@@ -106,6 +116,21 @@ class TrainingBuffers:
         for part, master in zip(self.parameters, self.masters, strict=True):
             if part is not master:
                 part.copy_(master)
+
+    @torch.no_grad()
+    def average(self, weight: Tensor) -> None:
+        """Move the averages towards the masters by this part of the way; 0 changes nothing."""
+        for average, master in zip(self.averages, self.masters, strict=True):
+            average.lerp_(master, weight.to(self.master_dtype))
+
+    @torch.no_grad()
+    def exchange_averages(self) -> None:
+        """Masters and averages change places, to the bit."""
+        pieces = ((one.split(PIECE) for one in pair) for pair in zip(self.masters, self.averages, strict=True))
+        for master, average in (pair for split in pieces for pair in zip(*split, strict=True)):
+            kept = master.clone()
+            master.copy_(average)
+            average.copy_(kept)
 
 
 def ranges_of(slices: Sequence[Tensor], ranges: Iterable[SliceRange]) -> list[Tensor]:

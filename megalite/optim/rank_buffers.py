@@ -86,7 +86,7 @@ class StateBytes(NamedTuple):
     parameters: int
     gradients: int
     masters: int  # 0 where the parameters are the masters
-    optimizer: int  # its state beside the masters
+    optimizer: int  # its state beside the masters, and their averages
 
     @property
     def total(self) -> int:
@@ -104,6 +104,7 @@ def bytes_of_element(
     stored = wide if master_precision else precision
     kept = OPTIMIZERS[optimizer.name][0 if matrix else 1]
     named = [optimizer.moment_dtype if dtype == "moment_dtype" else dtype for dtype in kept]
+    named += [] if optimizer.ema_half_life_steps is None else ["fp32"]
     gradients, *state = (BYTES[wide if dtype == "fp32" else dtype] for dtype in (optimizer.gradient_dtype, *named))
     return StateBytes(BYTES[stored], gradients, 0 if stored == wide else BYTES[wide], sum(state))
 

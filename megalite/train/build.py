@@ -89,6 +89,21 @@ class Training:
         for chunk in self.chunks:
             chunk.train()
 
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Meanwhile masters are their averages, which the model computes with, rounded. Afterwards all is as before, to
+        the bit; where an error ends it, all but the parameters of other ranks. Collective."""
+        self.gather.finish()
+        self.optimizer.before_change()
+        self.buffers.exchange_averages()
+        try:
+            self.cast_and_gather_params()
+            yield
+        finally:
+            self.buffers.exchange_averages()
+            self.buffers.round_masters()
+        self.cast_and_gather_params()
+
     def cast_and_gather_params(self) -> None:
         """Parameters become the masters of all ranks, rounded to the model's dtype; collective."""
         self.buffers.round_masters()
@@ -148,6 +163,7 @@ def build_training(
         dense=own.index["dense"],
         expert=own.index["expert"],
         gradient_dtype=dtype_of(settings.gradient_dtype, context.dtype),
+        ema=settings.ema_half_life_steps is not None,
     )
     comm_dtype = dtype_of(settings.communication_dtype or settings.gradient_dtype, context.dtype)
     waiting = partial(clock.within, "communication")

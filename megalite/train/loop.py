@@ -38,7 +38,7 @@ from megalite.launch.watchdog import SAVES, Doing, after_report_s
 from megalite.optim.schedule import learning_rate
 from megalite.pipeline.simulator import Span
 from megalite.train.build import MICRO, Training, data_share
-from megalite.train.evaluate import evaluate, sample
+from megalite.train.evaluate import ValidationMetrics, evaluate, sample
 from megalite.train.history import PIPELINE, Record, RunLog, StatusFile, StepPart
 from megalite.train.metrics import Meter
 from megalite.train.saving import Progress, Saver, TrainingStoppedError, check_replicas, roll_back
@@ -285,14 +285,19 @@ def evaluate_model(job: Job, step: int) -> None:
     """The validation set after a step."""
     assert job.data.validation is not None, "else no evaluation is due"
     begin, share = time.perf_counter(), data_share(job.context)
-    batches = validation_batches(job.data.validation, job.config, job.context.device, share)
-    metrics = evaluate(job.training, job.context, batches, job.data.bytes_of_ids, job.go_on)
-    if metrics is None:
-        job.log.note(BROKEN_OFF.format("evaluation", step))
-        return
-    job.evaluated_step, seconds = step, time.perf_counter() - begin
+    found = list[ValidationMetrics]()
+    for weights in (nullcontext, job.training.averaged)[: 1 + bool(job.training.buffers.averages)]:
+        batches = validation_batches(job.data.validation, job.config, job.context.device, share)
+        with weights():
+            metrics = evaluate(job.training, job.context, batches, job.data.bytes_of_ids, job.go_on)
+        if metrics is None:
+            job.log.note(BROKEN_OFF.format("evaluation", step))
+            return
+        found.append(metrics)
+    job.evaluated_step, seconds, metrics = step, time.perf_counter() - begin, found[0]
     line = {"step": step, "tokens": job.progress.tokens, "val_loss": metrics.loss, "val_perplexity": metrics.perplexity}
-    job.log.add(line | {"val_bits_per_byte": metrics.bits_per_byte, "eval_time_s": seconds})
+    averaged = {"val_loss_ema": found[-1].loss} if len(found) > 1 else {}
+    job.log.add(line | {"val_bits_per_byte": metrics.bits_per_byte, "eval_time_s": seconds} | averaged)
 
 
 def sample_text(job: Job, step: int) -> None:

@@ -36,7 +36,7 @@ from megalite.launch.context import ParallelContext, rank0_broadcast
 from megalite.layout.buffer_layout import Kind, OwnedRange, slice_ranges
 from megalite.layout.parameters import is_replicated
 from megalite.model.gpt import Routers
-from megalite.optim.buffers import ranges_of
+from megalite.optim.buffers import EMA, ranges_of
 from megalite.optim.optimizer import slices_of
 from megalite.train.build import Training
 from megalite.train.history import seals
@@ -48,6 +48,7 @@ CHUNK = 1 << 22  # elements hashed at a time: bounds the int64 copy
 MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed 64-bit number: Fibonacci hashing
 ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dtype: a resume rounds masters anew
 ROUTERS = "blocks"  # what routers keep beside their parameters
+OF_MODEL = {"master", EMA, ROUNDED, ROUTERS}  # kinds that no optimizer has
 
 
 @dataclass
@@ -103,15 +104,25 @@ def restore(job: "Job", found: Found) -> None:
 def read_state(job: "Job", found: Found) -> SavedState:
     """All that training has changed becomes what a checkpoint holds, but for the job's progress; collective."""
     state, training = SavedState.of(found), job.training
-    pieces, unread = training_pieces(training), {ROUNDED}
-    before, now = leaves(state.config), leaves(as_plain(job.config))
+    kinds, pieces, buffers = (
+        {kind_of(name) for name in found.manifest.tensors},
+        training_pieces(training),
+        training.buffers,
+    )
+    unread, before, now = {ROUNDED}, leaves(state.config), leaves(as_plain(job.config))
     if any(before.get(name, now[name]) != now[name] for name in OF_STATE):
-        dropped = {kind_of(name) for name in found.manifest.tensors} - {"master", ROUNDED, ROUTERS}
+        dropped, begun = kinds - OF_MODEL, {kind_of(piece.name) for piece in pieces} - OF_MODEL
         job.log.note(f"the optimizer's state begins anew: {', '.join(sorted(dropped))} of the checkpoint are dropped")
-        unread |= dropped | {kind_of(piece.name) for piece in pieces} - {"master", ROUTERS}
-        for piece in (piece for piece in pieces if kind_of(piece.name) in unread):
+        unread |= dropped | begun
+        for piece in (piece for piece in pieces if kind_of(piece.name) in begun):
             piece.tensor.zero_()  # a rollback finds what later steps have left
+    if other := (EMA in kinds) != (EMA in buffers.kept):
+        unread.add(EMA)
+        words = "of the checkpoint is dropped" if EMA in kinds else "begins with those of the checkpoint"
+        job.log.note(f"optimizer.ema_half_life_steps: the average of the weights {words}")
     found.read_into(pieces, unread=lambda name: kind_of(name) in unread)
+    if other and EMA in buffers.kept:
+        buffers.average(torch.ones((), device=buffers.device))
     training.cast_and_gather_params()
     if training.loss_scale is not None and state.loss_scale is not None:  # not if it was no fp16 run
         training.loss_scale.state.copy_(torch.tensor(state.loss_scale))
@@ -148,7 +159,7 @@ def roll_back(job: "Job") -> None:
 def training_pieces(training: Training) -> list[Piece]:
     """Every tensor that a resumed run needs, as pieces over this rank's slices of the live buffers."""
     buffers, state = training.buffers, training.optimizer.state()
-    kinds = {"master": buffers.masters, **slices_of(state)}
+    kinds = {**buffers.kept, **slices_of(state)}
     if any(part is not master for part, master in zip(buffers.parameters, buffers.masters, strict=True)):
         kinds[ROUNDED] = buffers.parameters
     pieces = [piece for kind, slices in kinds.items() for piece in owned_pieces(f"{kind}.", buffers.owned, slices)]
@@ -327,7 +338,7 @@ def _replicas(training: Training, context: ParallelContext) -> Iterator[tuple[li
     training.gather.finish()
     if training.spikes is not None:
         yield [training.spikes.values], context.group("world")
-    slices = [buffers.masters, *slices_of(training.optimizer.state()).values()]
+    slices = [*buffers.kept.values(), *slices_of(training.optimizer.state()).values()]
     axes_of: dict[Kind, str] = {"dense": "dp-cp", "expert": "edp"}
     for kind, axes in axes_of.items():
         numbers = [at for at, bucket in enumerate(buffers.layout.buckets) if bucket.kind == kind]

@@ -8,6 +8,7 @@ would act all the same.
 """
 
 from collections.abc import Callable, Sequence
+from math import expm1, inf, log
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,7 @@ class TrainStep:
     def __init__(self, training: Training, settings: OptimizerConfig, context: ParallelContext) -> None:
         self._training = training
         self._clip_grad = settings.clip_grad
+        self._ema_weight = -expm1(-log(2) / (settings.ema_half_life_steps or inf))  # 1 - 2^(-1 / half-life)
         self._data_parallel = context.group("dp-cp")
         self._world = context.group("world")
         self._partial_gradients = partial_gradients(training.buffers, context)
@@ -153,6 +155,9 @@ class TrainStep:
         if scale is not None:
             scale.update(overflow.to(torch.float32))
         self._routers.update(routing, skipped.double())
+
+        if training.buffers.averages:
+            training.buffers.average(self._ema_weight * (~skipped).double())
 
         # The all-gather of the new parameters, which the next forward waits for.
         if not training.optimizer.rounds or len(logits):

@@ -24,6 +24,7 @@ from megalite.config.schema import Config, OptimizerConfig
 from megalite.config.settings import value_of
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import header_lines
+from megalite.optim.buffers import EMA
 from megalite.train.history import METRICS, read_metrics
 from megalite.verify.running import LAYOUT, SINGLE, TrainRank, train_both
 from megalite.verify.shrink import shrink
@@ -110,15 +111,16 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _tensors(run: Path, step: int, kind: str, factor: float) -> dict[str, Tensor]:
-    """The first moments in a checkpoint, or masters and what balances routers, times `factor`, by parameter."""
+    """The first moments in a checkpoint, or masters, their averages and what balances routers, times `factor`."""
     found, read = newest(run / CHECKPOINTS, ParallelContext(), print, step=step), dict[str, Tensor]()
     assert found is not None
     for name, stored in found.manifest.tensors.items():
         of, _, parameter = name.partition(".")
-        of_model = of in ("master", "blocks")
+        of_model = of in ("master", EMA, "blocks")
         is_moment = not of_model and of != "optimizer" and not of.endswith("_sq")
         if is_moment if kind == "gradients" else of_model:
-            value = read[name if of == "blocks" else parameter] = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+            value = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
+            read[name if of in (EMA, "blocks") else parameter] = value
             found.read_into([Piece(name, stored.shape, (0,) * value.dim(), value)], unread=name.__ne__)
             value *= factor
     return read

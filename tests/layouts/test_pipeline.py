@@ -86,4 +86,6 @@ def test_all_schedules_give_the_same_bits(workplace: Workplace, family: str) -> 
     for traces in found[1:]:
         for one, other in zip(traces, found[0], strict=True):
             assert (one.losses, one.grad_norms) == (other.losses, other.grad_norms)
-            assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(one.masters, other.masters, strict=True))
+            assert all(
+                torch.equal(a.tensor, b.tensor) for a, b in zip(one.state["master"], other.state["master"], strict=True)
+            )

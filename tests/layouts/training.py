@@ -49,10 +49,10 @@ class Trace:
     grad_norms: list[float]
     tokens: list[int]
     validation: ValidationMetrics  # after the last step, as is all that follows but the gradients
+    averaged: ValidationMetrics | None  # with the averages of the weights, where there are some
     gradients: list[list[Piece]]  # of each step, after all sums over ranks and before clipping
     parameters: list[Piece]
-    masters: list[Piece]
-    state: dict[str, list[Piece]]  # of the optimizer
+    state: dict[str, list[Piece]]  # of the optimizer, masters and their averages
     routers: dict[str, Tensor]  # of each layer here with experts what balances them without a gradient
     routing: list[Tensor]  # of each step, what all routers counted; empty without experts
     logits: list[list[float]]  # of each step, the largest of each layer, with QK-clip
@@ -123,22 +123,30 @@ def train(
             gradients.append(_owned(buffers, buffers.gradients))
     training.gather.finish()
     assert data.validation is not None
-    held_out = validation_batches(data.validation, config, context.device, share)
-    validation = evaluate(training, context, held_out, data.bytes_of_ids)
+
+    def validate() -> ValidationMetrics | None:
+        held_out = validation_batches(data.validation, config, context.device, share)
+        return evaluate(training, context, held_out, data.bytes_of_ids)
+
+    validation, averaged = validate(), None
+    if buffers.averages:
+        with training.averaged():
+            averaged = validate()
     if saved is not None:
         about = {"description": "the layouts' text", "fingerprint": "of that text"}
         state = {"config": as_plain(config), "progress": {"tokens": 0}, "data": about}
         saved.parent.mkdir(parents=True, exist_ok=True)  # the run folder
         save(saved, done + steps, training_pieces(training), state, context, keep=1)
+    state = {**buffers.kept, **slices_of(training.optimizer.state())}
     return Trace(
         losses=[f.loss for f in figures],
         grad_norms=[f.grad_norm for f in figures],
         tokens=[f.batch_tokens for f in figures],
         validation=validation,
+        averaged=averaged,
         gradients=gradients,
         parameters=_copies(held_pieces(buffers)),
-        masters=_owned(buffers, buffers.masters),
-        state={name: _owned(buffers, slices) for name, slices in slices_of(training.optimizer.state()).items()},
+        state={name: _owned(buffers, slices) for name, slices in state.items()},
         routing=[f.routing for f in figures if f.routing is not None],
         logits=[[*f.largest_logits] for f in figures if f.largest_logits],
         routers={name: value.clone() for name, value in Routers(training.chunks).state()},
@@ -170,11 +178,13 @@ def assert_same_training(found: Sequence[Trace], reference: Trace) -> None:
         torch.testing.assert_close(trace.grad_norms, reference.grad_norms, **close)
         torch.testing.assert_close(vars(trace.validation), vars(reference.validation), **close)
         torch.testing.assert_close(trace.routing, reference.routing, **close)
+        assert (trace.averaged is None) == (reference.averaged is None)
+        if trace.averaged is not None and reference.averaged is not None:
+            torch.testing.assert_close(vars(trace.averaged), vars(reference.averaged), **close)
         torch.testing.assert_close(trace.logits, reference.logits, **close)
     for step, expected in enumerate(reference.gradients):
         _assert_same_tensors("gradients", [trace.gradients[step] for trace in found], expected)
-    for kind in ("parameters", "masters"):
-        _assert_same_tensors(kind, [getattr(trace, kind) for trace in found], getattr(reference, kind))
+    _assert_same_tensors("parameters", [trace.parameters for trace in found], reference.parameters)
     for kind, kept in reference.state.items():
         _assert_same_tensors(kind, [trace.state[kind] for trace in found], kept)
     assert {name for trace in found for name in trace.routers} == reference.routers.keys()

@@ -40,6 +40,7 @@ SMALL = 1 << 16  # bytes: rotary tables, step count, loss scale, the profiler's 
 PART = 0.1  # of the gradients' bytes: what a step may take beside what is kept
 MOMENTS = {"moment_dtype": "bf16"}
 NARROW = {"gradient_dtype": "bf16", **MOMENTS}
+AVERAGED: dict[str, Any] = {"ema_half_life_steps": 9.0}
 
 
 # --- the formula -----------------------------------------------------------------------------------------------------
@@ -57,8 +58,8 @@ def test_bytes_per_parameter_are_megatrons_for_the_same_dtypes(shards: int) -> N
     assert per_parameter(of_element("fp32"), shards) == 8 + 8 / shards
 
 
-def of_element(precision: str, **settings: str) -> StateBytes:
-    return bytes_of_element(precision, OptimizerConfig(**settings))  # type: ignore[arg-type]
+def of_element(precision: str, **settings: Any) -> StateBytes:
+    return bytes_of_element(precision, OptimizerConfig(**settings))
 
 
 def test_settings_change_only_what_they_name() -> None:
@@ -69,6 +70,9 @@ def test_settings_change_only_what_they_name() -> None:
     assert of_element("fp32") == StateBytes(4, 4, 0, 8)
     assert of_element("fp64") == StateBytes(8, 8, 0, 16)
     assert bytes_of_element("bf16", OptimizerConfig(), master_precision=True) == of_element("fp32")
+    assert of_element("bf16", **AVERAGED) == StateBytes(2, 4, 4, 12)
+    assert of_element("fp64", **AVERAGED) == StateBytes(8, 8, 0, 24)
+    assert of_element("bf16", name="muon", **AVERAGED) == StateBytes(2, 4, 4, 8)
 
 
 def test_a_layout_takes_its_padding_and_its_routers_precision_into_account() -> None:
@@ -136,6 +140,7 @@ def by_layout(training: Training, config: Config) -> StateBytes:
 def in_tensors(training: Training) -> StateBytes:
     """Of whole storages, each counted where it is met first."""
     buffers, state = training.buffers, slices_of(training.optimizer.state())
+    beside = [*chain(*state.values()), *buffers.averages]
     seen: set[int] = set()
 
     def new(tensors: Iterable[Tensor]) -> int:
@@ -146,7 +151,7 @@ def in_tensors(training: Training) -> StateBytes:
 
     parameters = new([*buffers.parameter_buckets, *training.chunks[0].parameters()])
     gradients = new([*buffers.gradient_buckets, *buffers.gradients])
-    return StateBytes(parameters, gradients, new(buffers.masters), new(chain(*state.values())))
+    return StateBytes(parameters, gradients, new(buffers.masters), new(beside))
 
 
 def assert_kept(kept: Kept, config: Config, precision: str, replicas: int) -> None:
@@ -168,6 +173,7 @@ def assert_kept(kept: Kept, config: Config, precision: str, replicas: int) -> No
         (4, 1, {"zero": 0}),
         (4, 1, {"instances": 2}),
         (2, 2, {}),
+        (3, 1, AVERAGED),
     ],
 )
 def test_a_rank_keeps_what_the_formula_says(dp: int, tp: int, options: dict[str, Any], precision: str) -> None:
@@ -254,6 +260,7 @@ MORE = pytest.mark.long
         (2, torch.float32, {}),
         (2, torch.bfloat16, MOMENTS),
         (2, torch.float32, {"zero": 0}),
+        (2, torch.bfloat16, AVERAGED),
         (4, torch.float32, {"instances": 2}),
         pytest.param(2, torch.bfloat16, NARROW, marks=MORE),
         pytest.param(2, torch.float32, {"overlap": False}, marks=MORE),

@@ -20,7 +20,8 @@ from megalite.launch.process import ProcessEnvironment
 from tests.warm import warm_python
 
 ROOT = Path(__file__).parents[2]
-TIMELESS = ("step", "tokens", "loss", "grad_norm", "lr", "bad_steps", "val_loss")  # equal in every repetition
+# Equal in every repetition.
+TIMELESS = ("step", "tokens", "loss", "grad_norm", "lr", "bad_steps", "val_loss", "val_loss_ema")
 
 
 def write_text(path: Path) -> Path:

@@ -12,11 +12,17 @@ from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from tests.ranks import run_ranks
-from tests.train.runs import finish, kill, launch, metrics, overrides, state_bytes, train_on_rank, wait_for_step
+from tests.train import runs
+from tests.train.runs import finish, kill, launch, metrics, state_bytes, train_on_rank, wait_for_step
 from tests.train.test_launch import launch_by_variables
 from tests.train.test_run import stop_after
 
 STEPS = 40
+
+
+def overrides(folder: Path, run: str, *extra: str) -> list[str]:
+    """With an average of the weights to carry on."""
+    return runs.overrides(folder, run, "optimizer.ema_half_life_steps=5", *extra)
 
 
 @pytest.fixture(scope="module")
@@ -120,7 +126,8 @@ def test_another_optimizer_begins_its_state_anew_once(folder: Path, capsys: pyte
     matrices = [f"blocks.{layer}.mlp.down.weight" for layer in (0, 1)]
     assert anew not in train(2, "adamw")
     assert f"{anew}: exp_avg, exp_avg_sq, optimizer of the checkpoint are dropped" in train(4, "muon")
-    assert saved(4) == {"optimizer.step", *(f"{kind}.{name}" for kind in ("master", "momentum") for name in matrices)}
+    kinds = ("master", "ema", "momentum")  # the average of the weights goes on
+    assert saved(4) == {"optimizer.step", *(f"{kind}.{name}" for kind in kinds for name in matrices)}
     assert anew not in train(6, "muon")
     assert f"{anew}: exp_avg, exp_avg_sq, momentum, optimizer of the checkpoint are dropped" in train(8, "adamw")
     assert not any(name.startswith("momentum.") for name in saved(8))

@@ -54,6 +54,7 @@ def test_a_step_asks_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch) -> N
     config = Config(device="cpu", precision="bf16")
     config.model.vocab_size, config.model.num_layers, config.train.compile = 300, 1, False
     config.model.moe, config.optimizer.qk_clip = MoEConfig(**EXPERTS), 100.0
+    config.optimizer.ema_half_life_steps = 9.0
     context = ParallelContext(dtype=torch.bfloat16)
     config = derive_device(derive(config), context)
     with FakeTensorMode():
@@ -68,6 +69,7 @@ def test_a_step_asks_nothing_of_the_device(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_step_never_waits_for_the_device(moe: dict[str, Any]) -> None:
     config = Config()
     config.model.vocab_size, config.train.compile, config.model.moe = 300, False, MoEConfig(**moe)
+    config.optimizer.ema_half_life_steps = 9.0
     context = ParallelContext(device=torch.device("cuda", 0), dtype=torch.bfloat16)
     if moe and not grouped._has_kernel(context.device):
         pytest.skip("this GPU multiplies experts one by one")

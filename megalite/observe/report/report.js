@@ -5,7 +5,8 @@ const NATS = "nats per token", ADDED = "added to the loss, coefficient included"
 const chart = (title, series, options = {}) => ({ title, series, ...options });
 const SECTIONS = { // charts by section: their series of metrics.jsonl, each with a name where there are two
   learning: [
-    chart("Loss", { loss: "training", val_loss: "validation" }, { unit: NATS, wide: true, smooth: true, marks: true }),
+    chart("Loss", { loss: "training", val_loss: "validation", val_loss_ema: "validation (ema)" },
+      { unit: NATS, wide: true, smooth: true, marks: true }),
     chart("Learning rate", { lr: "" }, { zero: true }),
     chart("Gradient norm", { grad_norm: "" }, { unit: "before clipping", smooth: true, marks: true }),
     chart("Bits per byte, validation", { val_bits_per_byte: "" }, { unit: "bits", colour: 1 }),
