@@ -159,8 +159,10 @@ def test_a_run_goes_back_and_passes_over_what_led_astray(
     monkeypatch.setitem(loop_module.LATENESS, "cpu", late)
     last = 9 + late
     disturb(range(7, last + 1), factors, monkeypatch)
-    assert start(config_for(text, tmp_path / "by hand", skip_steps=[*range(5, last + 1)], **SPIKES)) == 0
+    by_hand = config_for(text, tmp_path / "by hand", skip_steps=[*range(5, last + 1)], **SPIKES)
     config = config_for(text, tmp_path / "run", **ROLLS)
+    by_hand.optimizer = config.optimizer = replace(config.optimizer, ema_half_life_steps=3)
+    assert start(by_hand) == 0
     crash = ValueError("a crash")
 
     def end() -> None:
