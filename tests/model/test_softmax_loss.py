@@ -57,14 +57,14 @@ def test_the_kernel_is_the_loss_and_its_gradient(
     evaluated = softmax_losses(logits, labels, None, loss)
     assert torch.equal(logits[:, :real].double(), exact), "nothing is written"
     trained = softmax_losses(logits, labels, upstream, loss)
-    assert torch.equal(trained, evaluated)
     assert not logits[:, real:].any(), "padding has no gradient"
     assert bool(memory[:, columns:].isnan().all())
     largest, log_sum = exact.abs().amax(1), exact.logsumexp(1)
     count = 32 + 2 * -(-columns // BLOCK)
     errors = EPS * (count + (count * smoothing + 12) * (largest + 1))
     by_square = 2 * z_loss * log_sum.abs()
-    assert bool(((trained - wanted).abs() <= errors * (1 + by_square) + 4 * EPS * wanted).all())
+    for losses in (trained, evaluated):  # two kernels on CUDA, with their own roundings
+        assert bool(((losses - wanted).abs() <= errors * (1 + by_square) + 4 * EPS * wanted).all())
     share = upstream.double().unsqueeze(1) * (exact.softmax(1) * (1 + by_square).unsqueeze(1) + smoothing / real)
     share[torch.arange(rows), labels] += upstream * (1 - smoothing)
     bound = 2 * share * (errors * (1 + 2 * z_loss) + 4 * EPS).unsqueeze(1)
