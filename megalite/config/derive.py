@@ -42,7 +42,7 @@ TRAINING = {
     *("optimizer.loss_scale_window", "optimizer.hysteresis"),
 }
 # Settings of later versions, whose defaults leave the names of older runs as they are.
-LATER_ONES = ("optimizer.name", "optimizer.groups", "optimizer.ema_", "optimizer.muon.")
+LATER_ONES = ("optimizer.name", "optimizer.groups", "optimizer.ema_", "optimizer.muon.", "optimizer.qk_clip")
 LATER = {name for name in SETTINGS if name.startswith(LATER_ONES)}
 
 
