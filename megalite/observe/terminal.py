@@ -149,7 +149,7 @@ def what_was_learned(run: RunData, seconds: float) -> list[tuple[str, str]]:
         best = f"best {readable.loss(run.best[0])} at step {run.best[1]}"
         rows.append(("validation loss", f"{first_validation} -> {measures(run.evaluation)}, {best}"))
     if bad := last.get("bad_steps"):
-        rows.append(("bad steps", f"{bad}, not applied: loss or gradient was not finite or a spike"))
+        rows.append(("bad steps", f"{bad}, not applied"))
     return rows
 
 

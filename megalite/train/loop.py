@@ -98,6 +98,11 @@ class Job:
         return evaluates and (step % train.eval_interval == 0 or step == train.steps)
 
     @property
+    def fault(self) -> str:
+        """What keeps a step from being applied, for messages."""
+        return "loss or gradient was not finite" + (" or a spike" if self.config.train.skip_spikes else "")
+
+    @property
     def complete(self) -> bool:
         """Whether nothing of the run remains to be done."""
         return self.progress.step >= self.config.train.steps and not self.owes_evaluation()
@@ -264,7 +269,7 @@ def account(job: Job, data: StepBatches, pending: PendingMetrics | None) -> None
     bad, patience = progress.bad_steps_in_a_row, inf if train.rollback_after else train.max_bad_steps
     if metrics is not None and bad >= patience:
         raise TrainingStoppedError(
-            f"loss or gradient was not finite, or a spike, in {several(bad, 'step')} in a row (now step {step}: loss "
+            f"{job.fault} in {several(bad, 'step')} in a row (now step {step}: loss "
             f"{metrics.loss}, gradient norm {metrics.grad_norm}); none of them was applied. {job.saver.advise()}; "
             "train.max_bad_steps sets the patience."
         )

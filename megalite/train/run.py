@@ -189,7 +189,7 @@ def record_end(job: Job) -> int:
         kept = "there is no checkpoint" if saved_step is None else f"the newest is of step {saved_step}"
         words.append(f"the state of step {step} is not saved; {kept}")
     if count := job.progress.bad_steps_in_a_row:
-        bad = f"{several(count, 'bad step')}: loss or gradient was not finite or a spike, nothing was applied"
+        bad = f"{several(count, 'bad step')}: {job.fault}, nothing was applied"
         words.append(f"the run ends with {bad}. {job.saver.advise()}.")
     for line in words if job.context.rank == 0 else ():
         to_stderr(f"megalite: {line}")

@@ -76,7 +76,7 @@ def test_a_run_of_nothing_but_spikes_ends(
 ) -> None:
     disturb(range(6, 99), LOSS, monkeypatch)
     assert start(config_for(text, tmp_path / "run", max_bad_steps=3, **SPIKES)) == 1
-    assert "not finite, or a spike, in 3 steps in a row" in capsys.readouterr().err
+    assert "loss or gradient was not finite or a spike in 3 steps in a row" in capsys.readouterr().err
 
 
 def test_the_window_goes_on_with_the_run(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
