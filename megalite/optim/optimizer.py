@@ -61,4 +61,4 @@ def make_optimizer(buffers: TrainingBuffers, config: Config, context: ParallelCo
 
     groups = [(runs_of(rule), rule) for rule in dict.fromkeys(rules.values())]
     adamw = FlatAdamW(buffers, groups, settings, compiled=compiled, without=matrices)
-    return Muon(buffers, config, context, adamw) if settings.name == "muon" else adamw
+    return Muon(buffers, config, context, adamw, rules) if settings.name == "muon" else adamw

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megalite.config.schema import MoEConfig, MuonConfig
 from megalite.launch.context import CPU, ParallelContext
 from megalite.layout.ranks import ParallelLayout
-from megalite.optim import muon as muon_module
+from megalite.optim import matrix_stacks
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.optim.rank_buffers import rank_buffers
@@ -266,7 +266,7 @@ def work_of_a_step(context: ParallelContext, model: str) -> tuple[int, int, int]
         sent.append(x.element_size() * (sum(sends) - sends[context.coordinates["tp"]]))
         return start_all_to_all(x, sends, receives, group)
 
-    muon_module.start_all_to_all = counted
+    matrix_stacks.start_all_to_all = counted
     with FlopCounterMode(display=False) as counter:
         optimizer.step(torch.tensor(LR), divisor=torch.tensor(1.0), skip=torch.tensor(0.0))
     return counter.get_total_flops(), sum(sent), len(sent)
