@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megalite.config.schema import Config
 from megalite.launch.context import ParallelContext
+from megalite.launch.device import slow_precision
 from megalite.layout.buffer_layout import Kind
 from megalite.layout.matrices import owned_matrices
 from megalite.optim.adamw import FlatAdamW
@@ -27,17 +28,13 @@ from megalite.optim.buffers import TrainingBuffers, dtype_of
 from megalite.optim.groups import UpdateRule
 from megalite.optim.matrix_stacks import Homes, Stack, sharers, stacks_of
 from megalite.optim.newton_schulz import orthogonalised, polynomials
-from megalite.optim.rank_buffers import KINDS
+from megalite.optim.rank_buffers import KINDS, STACK
 
 SCALES: dict[str, Callable[[int, int, float], float]] = {
     "match_adamw": lambda rows, columns, rms: rms * sqrt(max(rows, columns)),
     "max_ratio": lambda rows, columns, _: sqrt(max(1.0, rows / columns)),
     "ratio": lambda rows, columns, _: sqrt(rows / columns),
 }
-
-
-# Elements of matrices that are updated together: enough to fill the device, and few beside what training keeps.
-STACK = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 
 class Muon:
@@ -61,6 +58,8 @@ class Muon:
         self._rest, self._settings, self._table = rest, muon, polynomials(muon.coefficients, muon.steps)
         dtype = muon.dtype or ("fp32" if context.dtype == torch.float32 else "bf16")
         self._master_dtype, self._dtype = buffers.master_dtype, dtype_of(dtype, buffers.master_dtype)
+        emulated = muon.dtype is None and slow_precision(self._dtype, context.device)
+        self._products = torch.float32 if emulated else self._dtype
         self._kinds = list[tuple[Kind, list[Stack], Homes]]()
         for kind in KINDS:
             if matrices := owned_matrices(buffers.layout, kind, buffers.index[kind]):
@@ -116,4 +115,5 @@ class Muon:
     def _scaled(self, u: Tensor) -> Tensor:
         """[k, r, c], each matrix orthogonalised and scaled."""
         _, rows, columns = u.shape
-        return orthogonalised(u, self._table).mul_(SCALES[self._settings.scale](rows, columns, self._settings.rms))
+        found = orthogonalised(u.to(self._products), self._table)
+        return found.mul_(SCALES[self._settings.scale](rows, columns, self._settings.rms)).to(u.dtype)

@@ -67,7 +67,8 @@ def build(kind: Kind, groups: Any = None, *, sizes: tuple[int, ...] = SLICES, **
     decay = options.pop("weight_decay", DECAY)
     settings = OptimizerConfig(betas=BETAS, eps=EPS, moment_dtype="bf16" if first_moment == torch.bfloat16 else "fp32")
     given = [(decayed, UpdateRule(1.0, decay)), (plain, NO_DECAY)] if groups is None else groups
-    return FlatAdamW(buffers, given, settings, compiled=buffers.parameters is not None)
+    compiled = buffers.parameters is not None
+    return FlatAdamW(buffers, given, settings, compiled=compiled, rounds=compiled)
 
 
 def take(optimizer: FlatAdamW, seed: int, *, lr: float, scale: float = 1.0, skip: bool = False) -> None:

@@ -13,6 +13,7 @@ from megalite.config.schema import MoEConfig, MuonConfig
 from megalite.launch.context import CPU, ParallelContext
 from megalite.layout.ranks import ParallelLayout
 from megalite.optim import matrix_stacks
+from megalite.optim import muon as muon_module
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.optim.rank_buffers import rank_buffers
@@ -194,6 +195,31 @@ def test_products_in_bf16_are_near_those_in_fp32(precision: str) -> None:
         pairs = zip(buffers.masters, start, optimizer.state()["momentum"], strict=True)
         moved.append(torch.cat([new - old for new, old, momentum in pairs if len(momentum)]))
     assert 1e-4 < relative(moved[1], moved[0]) < 5e-2
+
+
+@pytest.mark.parametrize(
+    ("precision", "given", "instructions", "products"),
+    [
+        ("fp64", None, False, torch.float64),
+        ("fp32", None, True, torch.float32),
+        ("fp32", "bf16", False, torch.bfloat16),
+        ("bf16", None, True, torch.bfloat16),
+        ("bf16", None, False, torch.float32),
+        ("bf16", "bf16", False, torch.bfloat16),
+        ("bf16", "fp32", True, torch.float32),
+    ],
+)
+def test_products_have_the_dtype_that_is_asked_for_or_that_the_cpu_is_fast_in(
+    precision: str, given: str | None, instructions: bool, products: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: instructions)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    seen: set[torch.dtype] = set()
+    right = muon_module.orthogonalised
+    monkeypatch.setattr(muon_module, "orthogonalised", lambda x, table: (seen.add(x.dtype), right(x, table))[1])
+    buffers, optimizer = build("gpt2", precision, dtype=given)
+    take(buffers, optimizer, gradients_of(buffers, 0), LR)
+    assert seen == {products}
 
 
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
