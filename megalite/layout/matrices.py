@@ -55,3 +55,15 @@ def homes_of(matrices: Sequence[OwnedMatrix], ranks: int) -> list[int]:
         homes[at] = load.index(min(load))
         load[homes[at]] += matrices[at].record.work
     return homes
+
+
+def work_of_ranks(layout: BufferLayout, kind: Kind, owners: int, ranks: int) -> list[int]:
+    """The floating-point operations of a Newton-Schulz polynomial on each of `ranks`, the homes, of each owner."""
+    work = []
+    for index in range(owners):
+        matrices = owned_matrices(layout, kind, index)
+        load = [0] * ranks
+        for each, home in zip(matrices, homes_of(matrices, ranks), strict=True):
+            load[home] += each.record.work
+        work += load
+    return work

@@ -18,8 +18,8 @@ from megalite.layout.stages import stages_of
 from megalite.model.parameters import gpt_parameters
 
 KINDS: tuple[Kind, ...] = ("dense", "expert")
-# Elements of matrices that Muon updates together: enough to fill the device, and few beside what training keeps.
-STACK = {"cpu": 1 << 20, "cuda": 1 << 24}
+# Elements of matrices that Muon updates together: few enough for a CPU core's cache, and enough to fill a GPU.
+STACK = {"cpu": 1 << 18, "cuda": 1 << 24}
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 

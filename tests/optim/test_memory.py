@@ -218,8 +218,8 @@ class Taken:
 
 
 def many_matrices(**optimizer: Any) -> Config:
-    """A model of which most is matrices of few shapes, six of each, and a stack of Muon's one or two of them."""
-    return config_of(hidden=512, vocabulary=1024, layers=6, name="muon", **optimizer)
+    """A model of which most is matrices of few shapes, eight of each, and a stack of Muon's one or two of them."""
+    return config_of(hidden=256, vocabulary=512, layers=8, name="muon", **optimizer)
 
 
 def large(**optimizer: Any) -> Config:

@@ -308,6 +308,10 @@ def test_a_step_of_all_ranks_costs_what_the_page_says(layout: ParallelLayout, ex
         elements += sum(each.numel() for each in matrices)
     found = run_ranks(work_of_a_step, layout.world_size, "llama", layout=layout, dtype=torch.float64)
     assert sum(flops for flops, _, _ in found) == sum(5 * (4 * m * m * n + 2 * m**3) for m, n in sides)
+    records = [slot.record for slot, _ in buffers.places.values() if is_matrix(slot.record.name)]
+    assert sum(5 * record.work * prod(record.shape[: record.stacked]) for record in records) == sum(
+        flops for flops, _, _ in found
+    )
     assert sum(sent for _, sent, _ in found) == 2 * 8 * elements * (layout.tp - 1) // layout.tp
     assert {count for _, _, count in found} == {exchanges}
 
