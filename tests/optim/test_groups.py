@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.config.groups import flaws_of_groups
 from megalite.config.schema import Config, MuonConfig
 from megalite.errors.problems import UserError
 from megalite.launch.context import CPU, ParallelContext
@@ -133,9 +134,18 @@ def test_patterns_without_a_parameter_are_all_refused_with_the_nearest_names() -
         ("[{match: '*', lr: 0.1}, {match: '', lr: 0.1}]", ["entry 2 needs match, a pattern"]),
         *(
             (f"[{{match: '*', lr: {lr}}}]", ["entry 1 has an lr"])
-            for lr in ("-1", "0.1y", "x", "nanx", "-1x", "true", "null", "inf")
+            for lr in (
+                *("-1", "0.1y", "x", "nanx", "-1x", "true", "null", "inf", "1e999x", f"{'9' * 400}x", "[1]", "1e31"),
+                *("1_0x", "0.1X", "' 0.1x'", "'0.1x '", "'0.5'", "infx", "+1x", "0x10"),
+            )
         ),
-        *((f"[{{match: '*', weight_decay: {one}}}]", ["a weight_decay"]) for one in ("-0.1", "0.1x", "null", "nan")),
+        *(
+            (
+                f"[{{match: '*', weight_decay: {one}}}]",
+                ["a weight_decay that is not a number from 0 to 1e30 (text is none)"],
+            )
+            for one in ("-0.1", "0.1x", "null", "nan", "inf", "true", "'0.5'", "'nan'", "1e31", "[1]")
+        ),
         ("[{match: 3, lr: 0.1y, decay: 1}]", ["keys (decay)", "needs match", "has an lr"]),
         ("[router]", ["must be a list of groups"]),
         ("{match: '*', lr: 1}", ["must be a list of groups"]),
@@ -146,3 +156,15 @@ def test_groups_that_cannot_be_are_refused_with_all_that_is_wrong(groups: str, f
     assert settings(error) == ["optimizer.groups"]
     assert all(flaw in error.problems[0].rule for flaw in flaws), error
     assert "optimizer.groups=[" in error.problems[0].hint
+
+
+@pytest.mark.parametrize("rate", ["0x", "0.1x", "1e-2x", "2.5E+1x", ".5x", "3x", 0, 3, 3e-4])
+def test_a_rate_is_a_factor_or_a_number(rate: float | str) -> None:
+    assert flaws_of_groups([{"match": "*", "lr": rate, "weight_decay": 0}]) == []
+
+
+def test_numbers_of_any_length_are_judged() -> None:
+    """A config file may hold them."""
+    for key in ("lr", "weight_decay"):
+        [flaw] = flaws_of_groups([{"match": "*", key: 10**400}])
+        assert key in flaw
