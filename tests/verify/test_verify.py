@@ -30,6 +30,7 @@ from megalite.errors.problems import Problem, UserError, refuse
 from megalite.launch.context import ParallelContext
 from megalite.launch.process import ProcessEnvironment
 from megalite.layout.stages import stage_layers
+from megalite.optim.groups import parameters_of_groups
 from megalite.train import run
 from megalite.train.history import METRICS
 from megalite.verify.shrink import MOST_RANKS, load, shrink, vocabulary_of
@@ -180,6 +181,10 @@ def test_a_rank_that_cannot_finish_is_named(
         (["--dp=0"], ["--dp: 0 must be a whole number from 1"]),
         (["--world-size=1"], ["world size=1: one process is what layouts are compared to"]),
         (["--dp=3"], ["train.global_batch_size=8: not a multiple of 3"]),
+        (
+            ["optimizer.groups=[{match: '*.routr.*', lr: 0.1x}, {match: 'blocks.3.*', lr: 0.1x}]"],
+            ["optimizer.groups='*.routr.*': matches no parameter"],
+        ),
         (["parallel.tp=0", "--dp=2", "model.hidden_size=x"], ["parallel.tp=0", "model.hidden_size='x'"]),
     ],
 )
@@ -325,6 +330,16 @@ def test_shrinking_keeps_every_feature(world_size: int, words: str) -> None:
         assert slopes(small) == slopes(config)
     assert features(small, ranks) == asked
     assert small.model.hidden_size <= 16 * config.model.num_attention_heads
+
+
+def test_groups_of_layers_that_are_left_out_are_too() -> None:
+    """Others stay, in their order; a group that matches nothing in the user's model was refused before."""
+    groups = [{"match": f"blocks.{layer}.*", "lr": f"0.{layer + 1}x"} for layer in (3, 0, 1)]
+    config, world = load([f"optimizer.groups={groups}", "parallel.tp=2"], None, None)
+    assert [len(records) > 0 for records in parameters_of_groups(config)] == [True] * 3
+    small, _, alone = shrink(config, world)
+    assert small.model.num_layers == 2
+    assert small.optimizer.groups == alone.optimizer.groups == groups[1:]
 
 
 # --- comparing -----------------------------------------------------------------------------------------------------
