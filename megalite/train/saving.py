@@ -150,7 +150,7 @@ def roll_back(job: "Job") -> None:
         words = f"{bad}, and no good checkpoint was written {since} to go back to (train.rollback_after)"
         raise TrainingStoppedError(f"{words}. {advice(job.folder, context, now.last_applied)}.")
     state, back = read_state(job, found), found.manifest.step
-    first = state.progress.samples * state.config["train"]["seq_length"] // job.config.train.seq_length
+    first = -(-state.progress.samples * state.config["train"]["seq_length"] // job.config.train.seq_length)
     over = f"steps {back + 1} to {now.step}, samples {first:,} to {now.samples - 1:,}, are passed over"
     words = f"{bad}; from the state of step {back} on, {over}"
     job.log.event("rolled_back", now.step, checkpoint=back, message=words)
