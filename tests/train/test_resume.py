@@ -21,8 +21,8 @@ STEPS = 40
 
 
 def overrides(folder: Path, run: str, *extra: str) -> list[str]:
-    """With an average of the weights to carry on."""
-    return runs.overrides(folder, run, "optimizer.ema_half_life_steps=5", *extra)
+    """With an average of the weights to carry on, and rates that follow the width."""
+    return runs.overrides(folder, run, "optimizer.ema_half_life_steps=5", "model.mup_base_width=32", *extra)
 
 
 @pytest.fixture(scope="module")
