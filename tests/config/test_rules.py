@@ -63,7 +63,7 @@ BROKEN = [
         "mup_base_width=64 num_attention_heads=8 num_key_value_heads=2",
         1,
         "mup_base_width",
-        "num_key_value_heads=2 with",
+        "heads=2 with",
     ),
     ("mup_base_width=0", 1, "mup_base_width", "at least 1"),
     ("mup_base_layers=-2", 1, "mup_base_layers", "at least 1"),

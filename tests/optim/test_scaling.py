@@ -15,7 +15,7 @@ from tests.model.small import FAMILIES, small
 @pytest.mark.parametrize("family", FAMILIES)
 def test_without_a_base_nothing_is_scaled(family: str) -> None:
     """No start value, rate, eps or decay differs by a bit from what it was before there were factors."""
-    config = Config(model=small(**FAMILIES[family], moe=MoEConfig(num_experts=4, first_dense_layers=1)))
+    config = Config(model=small(**FAMILIES[family], moe=MoEConfig(4, ffn_hidden_size=20, first_dense_layers=1)))
     records = gpt_parameters(config.model)
     assert {record.role for record in records} >= {"input", "hidden", "residual", "router", "output", "vector"}
     stds = {"normal": {0.3, 0.3 / 2}, "ones": {1.0}, "zeros": {0.0}}
@@ -32,11 +32,11 @@ def test_an_update_of_muon_has_the_same_effect_at_every_width(scale: str, qkv: s
     muon = MuonConfig(scale=scale, qkv=qkv)
     optimizer = OptimizerConfig(name="muon", muon=muon)
     sizes = {"num_key_value_heads": 4, "num_attention_heads": 4, "ffn_hidden_size": 96, "head_size": 6}
-    base = {**sizes, "num_layers": 1, "moe": MoEConfig(num_experts=3, first_dense_layers=0, layer_freq=1)}
-    wide = {name: 9 * size for name, size in sizes.items() if name != "head_size"}
-    grown = {**base, **wide, "hidden_size": 9 * 24, "num_layers": 5, "mup_base_width": 24, "mup_base_layers": 1}
+    base = small(**sizes, num_layers=1, moe=MoEConfig(3, ffn_hidden_size=48))
+    wide = {name: 9 * size for name, size in sizes.items() if name != "head_size"} | {"hidden_size": 9 * 24}
+    moe, bases = MoEConfig(3, ffn_hidden_size=9 * 48), {"mup_base_width": 24, "mup_base_layers": 1}
     effects = []
-    for model in (small(**base), small(**grown)):
+    for model in (base, small(**wide, head_size=6, num_layers=5, moe=moe, **bases)):
         config, found = Config(model=model, optimizer=optimizer), dict[str, tuple[float, float]]()
         rules = update_rules(records := gpt_parameters(model), config)
         for record in (
