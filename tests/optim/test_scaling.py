@@ -42,7 +42,7 @@ def test_an_update_of_muon_has_the_same_effect_at_every_width(scale: str, qkv: s
         for record in (
             record for record in records if record.stacked is not None and record.name.startswith("blocks.0")
         ):
-            outputs, inputs = record.shape[record.stacked :][-2:]
+            outputs, inputs = record.shape[-2:]
             if record.heads:
                 outputs = record.shape[-2] * (1 if qkv == "head" else record.shape[0])
             rule = rules[record.name]
