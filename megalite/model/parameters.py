@@ -55,7 +55,8 @@ def gpt_parameters(config: ModelConfig, *, sequence_parallel: bool = False) -> l
         records.append(replace(position, place=("embedding",), partial_over=on_sequence))
     for layer in range(config.num_layers):
         records += [replace(record, place=layer) for record in _block(layer, config, on_sequence)]
-    last = [*_norm("final_norm", config, on_sequence, "output" if config.tie_embeddings else "input")]
+    of_logits: Role = "output" if config.tie_embeddings else "input"  # else the head itself is of this role
+    last = [*_norm("final_norm", config, on_sequence, of_logits)]
     if not config.tie_embeddings:
         last.append(_weight("head.weight", vocabulary, config.init_std, "output", ROWS))
     records += [replace(record, place=("loss",)) for record in last]
@@ -120,5 +121,5 @@ def _weight(name: str, shape: tuple[int, ...], std: float, role: Role, split: Sp
     return ParameterRecord(name, shape, "normal", std, decay=True, split=split, role=role)
 
 
-def _scale(name: str, size: int, partial_over: Groups, role: Role) -> ParameterRecord:
+def _scale(name: str, size: int, partial_over: Groups, role: Role = "vector") -> ParameterRecord:
     return ParameterRecord(name, (size,), "ones", 1.0, decay=False, partial_over=partial_over, role=role)
