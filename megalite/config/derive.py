@@ -45,6 +45,7 @@ TRAINING = {
 LATER_ONES = (
     *("optimizer.name", "optimizer.groups", "optimizer.ema_", "optimizer.muon.", "optimizer.qk_clip"),
     "model.mup_base_",
+    "optimizer.weight_decay_schedule",
 )
 LATER = {name for name in SETTINGS if name.startswith(LATER_ONES)}
 
