@@ -87,7 +87,14 @@ def without_effect(case: Case, table: list[Inert], given: Collection[str] = SETT
 
 def settings_have_an_effect(case: Case) -> Iterator[Found]:
     """What a preset says of experts that the command takes away may stay."""
-    departures = case.config.departures
+    departures, optimizer = case.config.departures, case.config.optimizer
+    decays = {
+        optimizer.weight_decay,
+        optimizer.muon.weight_decay,
+        *(one.get("weight_decay") for one in optimizer.groups),
+    }
+    idle = optimizer.weight_decay_schedule != "constant" and decays <= {None, 0}
+    yield idle, "weight_decay_schedule optimizer.weight_decay", NO_EFFECT
     yield from without_effect(case, INERT)
     yield from without_effect(case, ASKED, departures)
     yield from without_effect(case, OF_EXPERTS, departures if EXPERTS in departures else SETTINGS)

@@ -216,6 +216,9 @@ class OptimizerConfig:
     name: str = setting("adamw", "the rule by which parameters are updated", choices="|".join(OPTIMIZERS))
     lr: float = setting(1e-3, "peak learning rate", above=0)
     weight_decay: float = setting(0.1, "decoupled weight decay", at_least=0)
+    weight_decay_schedule: str = setting(
+        "constant", "how it changes over the steps (docs/optimizer.md)", choices="constant|to_zero|with_lr"
+    )
     betas: list[float] = setting([0.9, 0.95], "decay rates of the first and second moment", at_least=0, below=1)
     eps: float = setting(1e-8, "added to the root of the second moment", above=0)
     clip_grad: float = setting(1.0, "largest global gradient norm; 0: no clipping", at_least=0)

@@ -68,13 +68,13 @@ class FlatAdamW:
         return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "step": self.step_count.view(1)}
 
     @torch.no_grad()
-    def step(self, lr: Tensor, *, divisor: Tensor, skip: Tensor) -> None:
+    def step(self, lr: Tensor, *, divisor: Tensor, skip: Tensor, decay_factor: float = 1.0) -> None:
         self.before_change()
         skip = skip.to(torch.float32)
         self.step_count += 1.0 - skip
-        (self._compiled_step if self.rounds else self._fused_step)(lr, divisor, skip)
+        (self._compiled_step if self.rounds else self._fused_step)(lr, divisor, skip, decay_factor)
 
-    def _fused_step(self, lr: Tensor, scale: Tensor, skip: Tensor) -> None:
+    def _fused_step(self, lr: Tensor, scale: Tensor, skip: Tensor, decay_factor: float) -> None:
         # CUDA's kernel reads the rate as fp32, in fp64 too; the CPU's takes it as it is.
         lr = lr.to(torch.float32) if lr.is_cuda else lr
         scale, exact = scale.to(self._dtype), self._dtype == torch.float64
@@ -90,7 +90,7 @@ class FlatAdamW:
                 lr=lr if rule.factor == 1 else lr * rule.factor,
                 beta1=self._betas[0],
                 beta2=self._betas[1],
-                weight_decay=rule.decay,
+                weight_decay=rule.decay * decay_factor,
                 eps=self._eps,
                 amsgrad=False,
                 maximize=False,
@@ -113,11 +113,11 @@ class FlatAdamW:
         for call in calls:
             yield [ranges_of(part, call) for part in (self.masters, self.gradients, self.exp_avg, self.exp_avg_sq)]
 
-    def _compiled_step(self, lr: Tensor, scale: Tensor, skip: Tensor) -> None:
+    def _compiled_step(self, lr: Tensor, scale: Tensor, skip: Tensor, decay_factor: float) -> None:
         first, second = self._betas
         steps = self.step_count.double()
         step_size, root = lr / (1.0 - first**steps), (1.0 - second**steps).rsqrt()
-        numbers = torch.stack([lr.double(), step_size, root, scale.double(), skip.double()])
+        numbers = torch.stack([lr.double() * decay_factor, step_size, root, scale.double(), skip.double()])
         numbers = numbers.to(self._dtype)  # [5]: kernels read numbers of their own dtype
         for tensors in self._rows:
             _compiled_update()(*tensors, numbers, self._constants)
@@ -155,7 +155,7 @@ def _update_rows(
     constants: Tensor,
 ) -> None:
     """[n] each, factor of the rate and decay [n / ALIGNMENT, 1], numbers [5] and constants [5] as unpacked here:
-    step_size = lr / (1 - first^t) and root = 1 / sqrt(1 - second^t)."""
+    step_size = lr / (1 - first^t) and root = 1 / sqrt(1 - second^t). `lr` has the schedule of weight decay."""
     lr, step_size, root, scale, skip = numbers.unbind()
     first, rest_of_first, second, rest_of_second, eps = constants.unbind()
     applied = skip == 0

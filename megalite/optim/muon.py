@@ -168,9 +168,9 @@ class Muon:
         return {"momentum": self.momentum, **self._rest.state()}
 
     @torch.no_grad()
-    def step(self, lr: Tensor, *, divisor: Tensor, skip: Tensor) -> None:
+    def step(self, lr: Tensor, *, divisor: Tensor, skip: Tensor, decay_factor: float = 1.0) -> None:
         self.before_change()
-        self._rest.step(lr, divisor=divisor, skip=skip)
+        self._rest.step(lr, divisor=divisor, skip=skip, decay_factor=decay_factor)
         for kind, homes, blocks, factors in self._parts:
             moves = (skip == 0).expand(len(blocks))
             if kind == "expert":
@@ -181,7 +181,7 @@ class Muon:
             ]
             updates = homes.at_home(blocks, directions, self._orthogonalised)
             for block, update, one in zip(blocks, updates, rates, strict=True):
-                kept = 1.0 - one * self._rules[block.name].decay
+                kept = 1.0 - one * (self._rules[block.name].decay * decay_factor)
                 block.master.mul_(kept).sub_(update.to(self._master_dtype) * one)
 
     def _direction(self, block: Block, divisor: Tensor, moves: Tensor) -> Tensor:

@@ -35,8 +35,9 @@ class Optimizer(Protocol):
         (empty for a bucket without such state), or a tensor [1] that is equal on all ranks."""
         ...
 
-    def step(self, lr: Tensor, *, divisor: Tensor, skip: Tensor) -> None:
+    def step(self, lr: Tensor, *, divisor: Tensor, skip: Tensor, decay_factor: float = 1.0) -> None:
         """One step with the gradients divided by `divisor`, or none where `skip` is 1.0, bit for bit (all 0-d).
+        Each weight decay is multiplied by `decay_factor`, which the host knows from the step.
 
         Nothing waits for the device. The gradients are used up: they may hold the divided ones afterwards.
         """

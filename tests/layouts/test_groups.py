@@ -25,11 +25,12 @@ def grouped(*numbers: int, name: str = "adamw") -> Overrides:
 
 
 EXPERTS: Overrides = {"model": {"moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24, "aux_loss_coeff": 0.1}}}
+TO_ZERO: Overrides = {"optimizer": {"weight_decay_schedule": "to_zero"}}
 ROWS = [
     row("gpt2", grouped(0, 1, 3), FEW, dp=2),
-    row("qwen3", grouped(0, 1, 3), FEW, tp=2),
+    row("qwen3", grouped(0, 1, 3), TO_ZERO, FEW, tp=2),
     row("gpt2", grouped(0, 1), FOUR, pp=2),  # the first and the last stage update a copy of the embedding each
-    row("llama", grouped(1, 3, name="muon"), FEW, tp=2),
+    row("llama", grouped(1, 3, name="muon"), TO_ZERO, FEW, tp=2),
     row("gpt2", grouped(0, 1, name="muon"), FEW, dp=2),
 ]
 LONG_ROWS = [

@@ -21,8 +21,9 @@ STEPS = 40
 
 
 def overrides(folder: Path, run: str, *extra: str) -> list[str]:
-    """With an average of the weights to carry on."""
-    return runs.overrides(folder, run, "optimizer.ema_half_life_steps=5", *extra)
+    """With an average of the weights to carry on, and weight decay that changes."""
+    settings = "optimizer.ema_half_life_steps=5", "optimizer.weight_decay_schedule=to_zero"
+    return runs.overrides(folder, run, *settings, *extra)
 
 
 @pytest.fixture(scope="module")
