@@ -75,16 +75,17 @@ def test_a_group_has_a_rate_and_a_decay_of_its_own(optimizer: str) -> None:
         [{"params": [values], "weight_decay": rules[name][1]} for name, values in others.items()], betas=BETAS, eps=EPS
     )
     for step in range(5):
-        gradients, share = drawn(buffers, 100 + step), rate_of(step) / LR
+        gradients, share, decayed = drawn(buffers, 100 + step), rate_of(step) / LR, 1 - step / 5
         for group, name in zip(torchs.param_groups, others, strict=True):
             others[name].grad, group["lr"] = gradients[name], rules[name][0] * share
+            group["weight_decay"] = rules[name][1] * decayed
         torchs.step()
         for name, moved in momentum.items():
             flat = weights[name].view(-1), moved.view(-1), gradients[name].view(-1)
-            muon = MuonConfig(lr=rules[name][0], weight_decay=rules[name][1])
+            muon = MuonConfig(lr=rules[name][0], weight_decay=rules[name][1] * decayed)
             for at in matrices_of(name, weights[name].shape, "projection"):
                 update(*flat, at, rate_of(step), muon)
-        take_step(buffers, ours, gradients, rate_of(step))
+        take_step(buffers, ours, gradients, rate_of(step), decay_factor=decayed)
         for name, values in weights.items():
             assert relative(buffers.parameter(name), values.detach()) < 1e-12, (step, name)
 
