@@ -159,8 +159,10 @@ def stacks_of(
             masters, gradients, momenta = (
                 _views(each, some) for each in (buffers.masters, buffers.gradients, momentum)
             )
-            of_each = torch.tensor([rules[each.record.name] for each in some], dtype=torch.float64)
-            factors, decays = of_each.to(buffers.device).unbind(1)
+            of_each = torch.tensor(
+                [rules[each.record.name] for each in some], dtype=torch.float64, device=buffers.device
+            )
+            factors, decays, _ = of_each.unbind(1)
             stacks.append(Stack(some, some[0].shards(ranks), masters, gradients, momenta, factors, decays))
     return stacks
 

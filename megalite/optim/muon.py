@@ -71,9 +71,9 @@ class Muon:
         return {"momentum": self.momentum, **self._rest.state()}
 
     @torch.no_grad()
-    def step(self, lr: Tensor, *, divisor: Tensor, skip: Tensor) -> None:
+    def step(self, lr: Tensor, *, divisor: Tensor, skip: Tensor, decay_factor: float = 1.0) -> None:
         self.before_change()
-        self._rest.step(lr, divisor=divisor, skip=skip)
+        self._rest.step(lr, divisor=divisor, skip=skip, decay_factor=decay_factor)
         for kind, stacks, homes in self._kinds:
             counts = [len(stack.matrices) for stack in stacks]
             moves = (skip == 0).expand(sum(counts))
@@ -84,7 +84,8 @@ class Muon:
             updates = homes.at_home(parts, self._orthogonalised)
             for (stack, moving), update in zip(of_stacks, updates, strict=True):
                 rates = (lr * stack.factors * moving)[:, None]
-                kept, rates = (each.to(self._master_dtype) for each in (1.0 - rates * stack.decays[:, None], rates))
+                kept = 1.0 - rates * (stack.decays[:, None] * decay_factor)
+                kept, rates = (each.to(self._master_dtype) for each in (kept, rates))
                 moved = update.to(self._master_dtype).mul_(rates)
                 for master, share, part in zip(stack.masters, *map(stack.split, (kept, moved)), strict=True):
                     master.mul_(share).sub_(part)

@@ -76,6 +76,7 @@ class TrainStep:
         local_tokens: int,
         lr: float,
         *,
+        decay_factor: float = 1.0,
         stop: bool = False,
         refused: bool = False,
         next_local_tokens: int | None = None,
@@ -150,7 +151,8 @@ class TrainStep:
         training.gather.finish()
         self._lr.fill_(lr)
         self.updates = True
-        training.optimizer.step(self._lr, divisor=divisor, skip=skipped.to(torch.float32))
+        skip = skipped.to(torch.float32)
+        training.optimizer.step(self._lr, divisor=divisor, skip=skip, decay_factor=decay_factor)
         logits = self._qk_clip.step(skipped).unbind()
         if scale is not None:
             scale.update(overflow.to(torch.float32))
