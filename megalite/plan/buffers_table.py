@@ -13,7 +13,7 @@ Kept = Callable[[BufferLayout], StateBytes]  # what a rank keeps of these bucket
 
 def buffer_lines(buffers: RankBuffers, kept: Kept, homes: Mapping[Kind, int]) -> Iterator[str]:
     """All buckets together, the ranks that share them, and a line per bucket, in the order in which backward completes
-    them. Of the kinds in `homes` matrices are orthogonalised, by so many ranks of each owner."""
+    them. `homes`: how many ranks of each owner orthogonalise its matrices of a kind, if any do."""
     buckets, state = buffers.layout.buckets, kept(buffers.layout)
     elements, padding, *_ = counts = _counts(*buckets)
     held = f"{elements - padding:,} parameters in {several(len(buckets), 'bucket')}"
