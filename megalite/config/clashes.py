@@ -39,6 +39,7 @@ CLASHES: list[tuple[str, Values, str, Values, str]] = [
     ("gradient_dtype", {"bf16"}, "precision", NOT_BF16, "does not go with {1}"),
     ("communication_dtype", {"bf16"}, "precision", {"fp64"}, "does not go with {1}"),
     ("moment_dtype", {"bf16"}, "precision", {"fp64"}, "does not go with {1}"),
+    ("cautious", {True}, "optimizer.name", {"muon"}, "masks updates of AdamW, and does not go with {1}"),
     ("ownership", {"even"}, "optimizer.name", {"muon"}, "{1} updates whole matrices"),
     ("qk_clip", bool, "qk_norm", {True}, "with {1} norms bound the logits, and rows of weights have no effect on them"),
     ("communication_dtype", {"fp32"}, "gradient_dtype", {"bf16"}, "with {1} it sends twice the bytes of rounded sums"),

@@ -217,6 +217,7 @@ class OptimizerConfig:
     weight_decay_schedule: str = setting(
         "constant", "how it changes over the steps (docs/optimizer.md)", choices="constant|to_zero|with_lr"
     )
+    cautious: bool = setting(False, "elements whose first moment and gradient differ in sign are not updated")
     betas: list[float] = setting([0.9, 0.95], "decay rates of the first and second moment", at_least=0, below=1)
     eps: float = setting(1e-8, "added to the root of the second moment", above=0)
     clip_grad: float = setting(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
