@@ -247,10 +247,11 @@ class OptimizerConfig:
 class LearningRateConfig:
     """Learning rate over the steps: a linear warm-up to optimizer.lr, then the schedule."""
 
-    schedule: str = setting("cosine", "shape after the warm-up", choices="constant|linear|cosine|wsd")
+    schedule: str = setting("cosine", "shape after the warm-up", choices="constant|linear|cosine|wsd|table")
     warmup_steps: int = setting(None, "steps of linear warm-up; null: min(100, train.steps / 10)", at_least=0)
     min_lr: float = setting(None, "learning rate at the last step; null: a tenth of optimizer.lr", at_least=0)
     decay_steps: int = setting(None, "wsd: steps of the final decay; null: a fifth of train.steps", at_least=0)
+    table: list[list[float]] = setting([], "table: [share of the steps, factor of optimizer.lr] each, warm-up included")
 
 
 @dataclass
