@@ -110,7 +110,7 @@ class FlatAdamW:
                 found_inf=skip,
             )
             for updated, mean, gradient, other in zip(masters, exp_avg, gradients, decayed, strict=self._cautious):
-                updated.copy_(torch.where(_agree(mean, gradient), updated, other))
+                torch.lerp(other, updated, _agreement(mean, gradient), out=updated)  # one of the two, exactly
             if exp_avg[0] is not kept[0]:
                 torch._foreach_copy_(kept, exp_avg)
 
@@ -183,7 +183,7 @@ def _update_rows(
     kept = master.view(rows) * (1.0 - rate * decay)
     update = mean / (square.sqrt() * root + eps)
     if cautious:
-        update = torch.where(_agree(mean, divided), update, 0.0)
+        update = update * _agreement(mean, divided)
     moved = kept - size * update.view(rows)
     updated = torch.where(applied, moved.view(-1), master)
     exp_avg.copy_(torch.where(applied, mean.to(exp_avg.dtype), exp_avg))
@@ -193,6 +193,7 @@ def _update_rows(
     master.copy_(updated)
 
 
-def _agree(mean: Tensor, gradient: Tensor) -> Tensor:
-    """Where both have one sign. A product of small numbers would be rounded to zero."""
-    return mean.sign() * gradient.sign() > 0
+def _agreement(mean: Tensor, gradient: Tensor) -> Tensor:
+    """1 where both have the same sign, else 0. A product of small numbers would be rounded to zero, and a choice by a
+    mask takes a CPU five times as long."""
+    return mean.sign().mul_(gradient.sign()).clamp_(min=0)
