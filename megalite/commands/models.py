@@ -188,7 +188,7 @@ def export(options: Namespace, overrides: list[str]) -> Shown:
 
 @command(
     option("runs", nargs="+", type=Path, metavar="RUN_DIR", help="the folder of a run"),
-    option("--out", type=Path, metavar="FILE", help="where to (default: RUN_DIR/report.html)"),
+    option("--out", type=Path, metavar="FILE", help="where to (default: RUN_DIR/report.html, or comparison.html here)"),
     overrides=False,
 )
 def report(options: Namespace, overrides: list[str]) -> Shown:
@@ -196,6 +196,7 @@ def report(options: Namespace, overrides: list[str]) -> Shown:
 
     python -m megalite report runs/first runs/second --out comparison.html
 
-    One folder: its report.html. Several: comparison.html, here. A run may go on meanwhile.
+    One folder: its report.html. Several: comparison.html, here. A FILE that ends in .svg gets a picture of the
+    validation loss alone. A run may go on meanwhile.
     """
     return Shown([str(write_report(options.runs, options.out))])

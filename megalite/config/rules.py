@@ -41,7 +41,7 @@ INERT: list[Inert] = [
     ("rope_scaling", "yarn", "rope_mscale rope_mscale_all_dim"),
     ("cp", 2, "cp_comm cp_alltoall"),
     ("cp_comm", "alltoall+ring", "cp_alltoall"),
-    ("num_experts", 1, "ep"),
+    ("num_experts", 1, "ep muon.router"),
     ("score", "softmax", "pre_softmax"),
     ("optimizer.name", "muon", " ".join(name for name in SETTINGS if name.startswith("optimizer.muon."))),
     ("optimizer.muon.scale", "match_adamw", "rms"),

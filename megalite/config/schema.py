@@ -165,7 +165,9 @@ class TrainConfig:
     )
     spike_window: int = setting(128, "newest applied steps, for that mean and sigma", at_least=4, at_most=10_000)
     rollback_after: int | None = setting(
-        None, "go back to a good checkpoint after this many that were not applied; null: max_bad_steps", at_least=1
+        None,
+        "go back to a good checkpoint after this many bad steps in a row; null: never, max_bad_steps ends the run",
+        at_least=1,
     )
     check_replicas_every: int = setting(100, "steps between checks that replicas are equal; 0: none", at_least=0)
     record_pipeline: int = setting(0, "steps between recordings of the pipeline's times; 0: none", at_least=0)

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from megalite.config.schema import Config, OptimizerConfig
-from megalite.errors.problems import Problem, plain, several
+from megalite.errors.problems import Problem, plain, refuse, several
 from megalite.layout.parameters import ParameterRecord
 from megalite.model.parameters import gpt_parameters
 
@@ -57,6 +57,12 @@ def problems_of_groups(config: Config) -> Iterator[Problem]:
             rule = "matches only parameters that earlier groups have" if taken else "matches no parameter of the model"
             hint = "put it before them" if taken else f"match: {' or '.join(_nearest(group['match'], names))}"
             yield Problem("optimizer.groups", group["match"], rule, hint)
+
+
+def with_known_groups(config: Config) -> Config:
+    """The config; UserError for groups that have no parameter."""
+    refuse([*problems_of_groups(config)])
+    return config
 
 
 def lines_of_groups(config: Config) -> Iterator[str]:

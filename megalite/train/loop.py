@@ -294,7 +294,8 @@ def evaluate_model(job: Job, step: int) -> None:
     assert job.data.validation is not None, "else no evaluation is due"
     begin, share = time.perf_counter(), data_share(job.context)
     found = list[ValidationMetrics]()
-    for weights in (nullcontext, job.training.averaged)[: 1 + bool(job.training.buffers.averages)]:
+    kept = job.training.buffers.kept  # masters, maybe averages: on all ranks, also of a stage without parameters
+    for weights in (nullcontext, job.training.averaged)[: len(kept)]:
         batches = validation_batches(job.data.validation, job.config, job.context.device, share)
         with weights():
             metrics = evaluate(job.training, job.context, batches, job.data.bytes_of_ids, job.go_on)

@@ -66,7 +66,8 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
         collect(lambda: companions.examine(config), problems)
         raise UserError(problems)
     run_dir, minutes = Path(config.run_dir), config.train.max_minutes
-    status = StatusFile(config.launch.status_file if context.rank == 0 else None, str(run_dir), config.train.steps)
+    status_file = config.launch.status_file if context.rank == 0 else None
+    status = StatusFile(status_file, str(run_dir), config.train.steps, environment.job_began)
     hosts = [host for (host,) in context.gather_json([socket.gethostname()])]
     job = Job(config, context, hosts, RunLog(companions.say), status)
     failed = False

@@ -215,6 +215,11 @@ def test_the_run_folder_depends_on_what_defines_the_training_alone() -> None:
         assert same == (name in SAME_TRAINING), name
 
 
+def test_the_name_of_a_run_without_settings_is_that_of_older_versions() -> None:
+    """So that its folder is found again. A new setting of TRAINING, or a new default, must leave it as it is."""
+    assert load_config([], 1).run_name == default_run_name(Config()) == "tiny-stdlib-7e48ed05"
+
+
 def test_writing_out_a_derived_size_is_the_same_training() -> None:
     explicit = changed(Config(), model__num_key_value_heads=4, model__head_size=64, model__ffn_hidden_size=704)
     assert default_run_name(explicit) == default_run_name(Config())

@@ -296,7 +296,7 @@ MUON = "optimizer.name=muon"
     [
         (f"{MUON} optimizer.ownership=even", "optimizer.ownership", "whole matrices", "optimizer.ownership=whole"),
         ("optimizer.muon.momentum=0.9", "optimizer.muon.momentum", "no effect", MUON),
-        ("optimizer.muon.router=false", "optimizer.muon.router", "no effect", MUON),
+        ("optimizer.muon.router=false model.moe.num_experts=4", "optimizer.muon.router", "no effect", MUON),
         (f"{MUON} optimizer.muon.momentum=1", "optimizer.muon.momentum", "below 1", "momentum=0.95"),
         (f"{MUON} optimizer.muon.steps=0", "optimizer.muon.steps", "at least 1", "steps="),
         (f"{MUON} optimizer.muon.scale=spectral", "optimizer.muon.scale", "unknown choice", "match_adamw"),
