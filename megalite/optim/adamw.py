@@ -86,11 +86,8 @@ class FlatAdamW:
             exp_avg = kept
             if self._widened:  # into copies in the masters' dtype; a skipped step rounds them back to the same bits
                 gradients, exp_avg = ([tensor.to(self._dtype) for tensor in each] for each in (gradients, kept))
-            rate, decay, decayed = (
-                lr if rule.factor == 1 else lr * rule.factor,
-                rule.decay * decay_factor,
-                list[Tensor](),
-            )
+            rate, decay = lr if rule.factor == 1 else lr * rule.factor, rule.decay * decay_factor
+            decayed = list[Tensor]()
             if self._cautious:  # what masters are without an update; in a skipped step as they were
                 kept_share = 1.0 - rate * decay * (1.0 - skip)
                 decayed = [master * kept_share for master in masters]
