@@ -117,6 +117,9 @@ def heads_and_positions_fit(case: Case) -> Iterator[Found]:
     yield not splits, "hidden_size num_attention_heads head_size", "not a multiple of {1}"
     yield odd, "head_size position model.hidden_size", "must be even with {1}"
     yield learned, "seq_length max_positions position", "longer than the table of learned positions, {1}"
+    apart = (model.mup_base_width or model.hidden_size) * derived.num_key_value_heads % model.hidden_size
+    rule = "heads grow with the width, and {2} with {1} are no whole number of them at the base"
+    yield apart, "mup_base_width model.hidden_size num_key_value_heads", rule
     bare = scaling in ("llama3", "yarn") and model.rope_original_positions is None
     yield bare, "rope_original_positions rope_scaling", "must be set with {1}, to the context length before scaling"
     yield scaling == "yarn" and model.rope_theta <= 1, "rope_theta rope_scaling", "must be above 1 with {1}"

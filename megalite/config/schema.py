@@ -86,6 +86,10 @@ class ModelConfig:
     dropout: float = setting(0.0, "dropout on the output of attention and MLP", at_least=0, below=1)
     attention_dropout: float = setting(None, "dropout of attention probabilities; null: dropout", at_least=0, below=1)
     embedding_dropout: float = setting(None, "dropout on the embeddings; null: as dropout", at_least=0, below=1)
+    mup_base_width: int | None = setting(
+        None, "hidden_size that rates are tuned at, docs/mup.md; null: any", at_least=1
+    )
+    mup_base_layers: int | None = setting(None, "num_layers that rates are tuned at; null: any", at_least=1)
     init_std: float = setting(0.02, "spread of start values; residual projections: over sqrt(2 * num_layers)", above=0)
     loss_chunk_tokens: int | None = setting(None, "tokens per chunk of the head and loss; null: by device", at_least=1)
 

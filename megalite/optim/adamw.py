@@ -1,8 +1,8 @@
 """AdamW (Loshchilov and Hutter 2019) over slices of buckets, driven by device tensors alone.
 
 Masters, gradients and both moments are lists of one-dimensional tensors, one per bucket: what this rank owns of it. A
-group is a set of runs of elements with one factor of the learning rate and one weight decay. A step has two forms of
-the same update:
+group is a set of runs of elements with one factor of the learning rate, one weight decay and one factor of eps. A step
+has two forms of the same update:
 
 - torch's fused kernel, one call for each group through views made once. It wants one dtype: where gradients or the
   first moment are narrower than the masters, they are widened, updated and rounded back a piece at a time.
@@ -100,7 +100,7 @@ class FlatAdamW:
                 beta1=self._betas[0],
                 beta2=self._betas[1],
                 weight_decay=decay,
-                eps=self._eps,
+                eps=self._eps * rule.eps,
                 amsgrad=False,
                 maximize=False,
                 grad_scale=None if exact else scale,
@@ -135,18 +135,19 @@ class FlatAdamW:
 
     def _rows_of(self, parameters: Sequence[Tensor], groups: Groups) -> Iterator[tuple[Tensor | None, ...]]:
         """The first arguments of `_update_rows` for each bucket. Padding, which lies in no run, has no decay."""
-        rates = any(rule.factor != 1 for _, rule in groups)
+        rates, epses = any(rule.factor != 1 for _, rule in groups), any(rule.eps != 1 for _, rule in groups)
         lists = (self.masters, self.gradients, self.exp_avg, self.exp_avg_sq, parameters)
         for bucket, (master, *others, parameter) in enumerate(zip(*lists, strict=True)):
             if len(others[1]) < len(master):
                 continue  # one of `without`
-            factor, decay = torch.tensor([[1.0], [0.0]], dtype=master.dtype).repeat(1, len(master) // ALIGNMENT)
+            of_rows = torch.tensor([[1.0], [0.0], [1.0]], dtype=master.dtype).repeat(1, len(master) // ALIGNMENT)
             for run, rule in ((run, rule) for runs, rule in groups for run in runs if run.bucket == bucket):
                 assert run.start % ALIGNMENT == 0, run
                 rows = slice(run.start // ALIGNMENT, -(-run.stop // ALIGNMENT))
-                factor[rows], decay[rows] = rule
-            factors, decays = (each[:, None].to(master.device) for each in (factor, decay))
-            yield master, *others, None if parameter is master else parameter, factors if rates else None, decays
+                of_rows[:, rows] = torch.tensor(rule, dtype=master.dtype)[:, None]
+            factor, decay, eps = of_rows[:, :, None].to(master.device).unbind()
+            unless = factor if rates else None, decay, eps if epses else None
+            yield master, *others, None if parameter is master else parameter, *unless
 
 
 @cache
@@ -162,11 +163,12 @@ def _update_rows(
     parameter: Tensor | None,
     factor: Tensor | None,
     decay: Tensor,
+    eps_factor: Tensor | None,
     numbers: Tensor,
     constants: Tensor,
     cautious: bool,
 ) -> None:
-    """[n] each, factor of the rate and decay [n / ALIGNMENT, 1], numbers [5] and constants [5] as unpacked here:
+    """[n] each, factors of rate and eps and decay [n / ALIGNMENT, 1], numbers [5] and constants [5] as unpacked here:
     step_size = lr / (1 - first^t) and root = 1 / sqrt(1 - second^t). `lr` has the schedule of weight decay."""
     lr, step_size, root, scale, skip = numbers.unbind()
     first, rest_of_first, second, rest_of_second, eps = constants.unbind()
@@ -178,10 +180,11 @@ def _update_rows(
     rows = len(decay), ALIGNMENT
     rate, size = (lr, step_size) if factor is None else (lr * factor, step_size * factor)
     kept = master.view(rows) * (1.0 - rate * decay)
-    update = mean / (square.sqrt() * root + eps)
+    divisor = (square.sqrt() * root).view(rows) + (eps if eps_factor is None else eps * eps_factor)
+    update = mean.view(rows) / divisor
     if cautious:
-        update = update * _agreement(mean, divided)
-    moved = kept - size * update.view(rows)
+        update = update * _agreement(mean, divided).view(rows)
+    moved = kept - size * update
     updated = torch.where(applied, moved.view(-1), master)
     exp_avg.copy_(torch.where(applied, mean.to(exp_avg.dtype), exp_avg))
     exp_avg_sq.copy_(torch.where(applied, square, exp_avg_sq))

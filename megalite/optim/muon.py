@@ -152,7 +152,7 @@ class Muon:
         self._rest, self._settings, self._table = rest, muon, polynomials(muon.coefficients, muon.steps)
         dtype = muon.dtype or ("fp32" if context.dtype == torch.float32 else "bf16")
         self._master_dtype, self._dtype = buffers.master_dtype, dtype_of(dtype, buffers.master_dtype)
-        self._rules = update_rules((slot.record for slot, _ in buffers.places.values()), config.optimizer)
+        self._rules = update_rules((slot.record for slot, _ in buffers.places.values()), config)
         self._parts = list[tuple[Kind, Homes, list[Block], Tensor]]()
         for kind in KINDS:
             homes = Homes.of(context, kind)

@@ -55,7 +55,7 @@ def make_optimizer(buffers: TrainingBuffers, config: Config, context: ParallelCo
     compiled = config.train.compile and context.device.type == "cuda"  # on a CPU torch's own kernel is the faster one
     matrices = {bucket for bucket, each in enumerate(buffers.layout.buckets) if each.whole and settings.name == "muon"}
     owned = [one for one in buffers.owned if one.bucket not in matrices]
-    rules = update_rules((slot.record for slot, _ in buffers.places.values()), settings)
+    rules = update_rules((slot.record for slot, _ in buffers.places.values()), config)
 
     def runs_of(rule: UpdateRule) -> list[SliceRange]:
         return slice_ranges(owned, lambda record, _: rules[record.name] == rule)

@@ -122,6 +122,7 @@ def _stages(config: Config, run: ParallelLayout) -> dict[str, Any]:
     dense = min(moe.first_dense_layers, 1, sum(small) - 1)
     return {
         "model.num_layers": sum(small),
+        "model.mup_base_layers": config.model.mup_base_layers and 2 * sum(small),
         "model.moe.first_dense_layers": dense,
         "model.moe.layer_freq": min(moe.layer_freq, 2, sum(small) - dense),
         "parallel.pipeline_layout": None if even else f"E{'|'.join('t' * count for count in small)}L",
@@ -147,6 +148,7 @@ def _model(config: Config, asked: ParallelLayout, run: ParallelLayout) -> dict[s
         "model.ffn_hidden_size": min(model.ffn_hidden_size, WIDE * run.tp),
         "model.moe.ffn_hidden_size": experts and min(experts, WIDE * lcm(run.tp, run.etp or 1)),
         "model.vocab_size": size - (rows - min(rows, 2 * run.tp + rows % run.tp)) * multiple,
+        "model.mup_base_width": model.mup_base_width and 2 * hidden,  # as any other factor would
         "model.init_std": model.init_std * sqrt(model.hidden_size / hidden),  # activations keep their size
     }
 

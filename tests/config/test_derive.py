@@ -15,7 +15,7 @@ OPEN = {  # what the data or the machine decides, or what has no meaning in the 
     *("model.vocab_size", "model.moe.ffn_hidden_size", "model.moe.capacity_factor", "model.max_positions"),
     *(f"model.rope_{name}" for name in ("original_positions", "attention_factor", "mscale", "mscale_all_dim")),
     *("model.loss_chunk_tokens", "optimizer.bucket_size", "optimizer.ownership", "optimizer.qk_clip"),
-    "optimizer.ema_half_life_steps",
+    *("optimizer.ema_half_life_steps", "model.mup_base_width", "model.mup_base_layers"),
     *(f"optimizer.muon.{name}" for name in ("lr", "weight_decay", "steps", "dtype")),
     *("checkpoint.init_from", "launch.status_file"),
     *(f"train.{name}" for name in ("compile", "cuda_graph", "recompute_layers", "sample_prompts", "batch_ramp")),

@@ -46,13 +46,17 @@ def test_ranks_train_like_one_process(workplace: Workplace, row: Row) -> None:
     matrix.assert_equal(workplace, row)
 
 
+def without_groups(config: Config) -> Config:
+    return replace(config, optimizer=replace(config.optimizer, groups=[]))
+
+
 def second_copy_in_no_group(context: ParallelContext, config: Config) -> None:
     """The last stage's, of a tied embedding."""
     right = optimizer_module.update_rules
 
-    def update_rules(records: Any, settings: Any) -> Any:
-        usual = right(records := list(records), replace(settings, groups=[]))
-        rules = right(records, settings)
+    def update_rules(records: Any, config: Config) -> Any:
+        usual = right(records := list(records), without_groups(config))
+        rules = right(records, config)
         return (
             rules if context.coordinates["pp"] == 0 else rules | {name: usual[name] for name in usual if name == TIED}
         )
@@ -63,8 +67,8 @@ def second_copy_in_no_group(context: ParallelContext, config: Config) -> None:
 def rates_of_the_first_rank_alone(context: ParallelContext, config: Config) -> None:
     right = optimizer_module.update_rules
 
-    def update_rules(records: Any, settings: Any) -> Any:
-        return right(records, settings if context.rank == 0 else replace(settings, groups=[]))
+    def update_rules(records: Any, config: Config) -> Any:
+        return right(records, config if context.rank == 0 else without_groups(config))
 
     optimizer_module.update_rules = update_rules
 

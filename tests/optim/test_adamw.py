@@ -101,10 +101,14 @@ def compare_with_torch(kind: Kind, device: str) -> float:
     groups at a changing rate and weight decay, with a skipped one among them."""
     decayed, plain, _ = runs_of()
     factor, start = 4.0, normal(1, torch.float64)  # of the first group; exact in fp32
-    ours = build(kind, [(decayed, UpdateRule(factor, DECAY)), (plain, NO_DECAY)], device=device)
+    of_eps = 2.0**25  # an eps of 0.3
+    ours = build(kind, [(decayed, UpdateRule(factor, DECAY, of_eps)), (plain, NO_DECAY)], device=device)
     theirs = [[start[run.bucket][run.start : run.stop].clone().requires_grad_() for run in runs] for runs in runs_of()]
     moving = theirs[0] + theirs[1]
-    groups = [{"params": theirs[0], "weight_decay": DECAY}, {"params": theirs[1], "weight_decay": 0.0}]
+    groups = [
+        {"params": theirs[0], "weight_decay": DECAY, "eps": EPS * of_eps},
+        {"params": theirs[1], "weight_decay": 0.0},
+    ]
     reference = torch.optim.AdamW(groups, lr=1.0, betas=BETAS, eps=EPS)
     for step in range(20):
         # CUDA's kernel takes the rate as fp32
@@ -170,7 +174,7 @@ def expected_step(
     held_back = []
     steps = optimizer.step_count.item() + 1
     masters, first, second = ([tensor.clone().double() for tensor in tensors] for tensors in moving(optimizer))
-    for runs, (factor, decay) in groups or zip(runs_of(), (UpdateRule(1.0, DECAY), NO_DECAY), strict=False):
+    for runs, (factor, decay, of_eps) in groups or zip(runs_of(), (UpdateRule(1.0, DECAY), NO_DECAY), strict=False):
         rate = lr * factor
         for run in runs:
             part = slice(run.start, run.stop)
@@ -178,7 +182,7 @@ def expected_step(
             master, mean, square = (tensors[run.bucket][part] for tensors in (masters, first, second))
             mean.copy_(BETAS[0] * mean + (1 - BETAS[0]) * gradient)
             square.copy_(BETAS[1] * square + (1 - BETAS[1]) * gradient * gradient)
-            root = (square / (1 - BETAS[1] ** steps)).sqrt() + EPS
+            root = (square / (1 - BETAS[1] ** steps)).sqrt() + EPS * of_eps
             update = mean / (1 - BETAS[0] ** steps) / root
             if cautious:
                 update[mean * gradient <= 0] = 0.0
@@ -369,7 +373,7 @@ def test_the_compiled_update_is_the_definition_and_rounds_the_masters(kind: Kind
     start[-1] = 0.0  # padding
     masters = start.to(device, kind[0]).split(sizes)
     parameters = [master.bfloat16() for master in masters[:2]] + [masters[2]]
-    groups = [(ALIGNED[0], UpdateRule(4.0, DECAY)), ([*ALIGNED[1], SliceRange(2, 0, 64)], NO_DECAY)]
+    groups = [(ALIGNED[0], UpdateRule(4.0, DECAY, 2.0**25)), ([*ALIGNED[1], SliceRange(2, 0, 64)], NO_DECAY)]
     options = {"sizes": sizes, "masters": masters, "parameters": parameters, "device": device}
     optimizer = build(kind, groups, **options, cautious=cautious)
     assert optimizer.rounds

@@ -21,9 +21,9 @@ STEPS = 40
 
 
 def overrides(folder: Path, run: str, *extra: str) -> list[str]:
-    """With an average of the weights to carry on, and weight decay that changes."""
-    settings = "optimizer.ema_half_life_steps=5", "optimizer.weight_decay_schedule=to_zero"
-    return runs.overrides(folder, run, *settings, *extra)
+    """With an average of the weights to carry on, weight decay that changes, and rates that follow the width."""
+    settings = ("ema_half_life_steps=5", "weight_decay_schedule=to_zero")
+    return runs.overrides(folder, run, *(f"optimizer.{each}" for each in settings), "model.mup_base_width=32", *extra)
 
 
 @pytest.fixture(scope="module")

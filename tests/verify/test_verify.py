@@ -30,6 +30,7 @@ from megalite.errors.problems import Problem, UserError, refuse
 from megalite.launch.context import ParallelContext
 from megalite.launch.process import ProcessEnvironment
 from megalite.layout.stages import stage_layers
+from megalite.model.scaling import growth
 from megalite.optim.groups import parameters_of_groups
 from megalite.train import run
 from megalite.train.history import METRICS
@@ -250,6 +251,7 @@ def features(config: Config, world_size: int) -> dict[str, Any]:
         "shared key-value heads": kv_heads < tp,
         "padded vocabulary": rows > vocabulary,
         "uneven rows": rows % tp > 0,
+        "width and depth of a base": [size != 1 for size in growth(model)],
         "width of the heads": np.sign(model.num_attention_heads * head_size - model.hidden_size),
         "layers": model.num_layers > 1 or axes.pp > 1,
         "accumulation": microbatches > 1 or microbatches < axes.pp,  # fewer than two ranks is one
@@ -286,6 +288,8 @@ ASKED: list[tuple[int, str]] = [
     (2, "model.vocab_size=5003 model.vocab_multiple=7 parallel.tp=2"),
     (2, "parallel.tp=2 parallel.sequence_parallel=false train.seq_length=255"),
     (2, "model.hidden_size=512 model.head_size=32 train.micro_batch_size=1"),
+    (2, "model.mup_base_width=64 model.mup_base_layers=2 parallel.tp=2"),
+    (64, "model=llama3_8b parallel.tp=16 model.mup_base_width=1024 model.mup_base_layers=8"),
     (2, "model.hidden_size=64 model.head_size=32 optimizer.clip_grad=0"),
     (3, f"parallel.tp=3 model.ffn_hidden_size=636 {ODD}"),
     (12, f"parallel.tp=6 model.ffn_hidden_size=600 {ODD}"),
@@ -335,7 +339,8 @@ def test_shrinking_keeps_every_feature(world_size: int, words: str) -> None:
 def test_groups_of_layers_that_are_left_out_are_too() -> None:
     """Others stay, in their order; a group that matches nothing in the user's model was refused before."""
     groups = [{"match": f"blocks.{layer}.*", "lr": f"0.{layer + 1}x"} for layer in (3, 0, 1)]
-    config, world = load([f"optimizer.groups={groups}", "parallel.tp=2"], None, None)
+    words = ", ".join(f"{{match: '{group['match']}', lr: {group['lr']}}}" for group in groups)
+    config, world = load([f"optimizer.groups=[{words}]", "parallel.tp=2"], None, None)
     assert [len(records) > 0 for records in parameters_of_groups(config)] == [True] * 3
     small, _, alone = shrink(config, world)
     assert small.model.num_layers == 2
