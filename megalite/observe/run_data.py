@@ -110,7 +110,8 @@ class RunData:
         for kind in ("", "group_"):
             weights = record.get(f"{kind}weight_rms", {})
             for name, update in record.get(f"{kind}update_rms", {}).items():
-                self.series[f"{kind}relative_update/{name}"].add(step, update / (weights.get(name) or nan))
+                if weight := weights.get(name):
+                    self.series[f"{kind}relative_update/{name}"].add(step, update / weight)
         if "val_loss" in record:
             self.evaluation = dict(record)
             self.best = min(self.best, (record["val_loss"], step))  # no nan is less

@@ -38,10 +38,10 @@ def test_all_charts_of_a_run_are_drawn(tmp_path: Path) -> None:
     found = drawn(write_report([run], tmp_path / "run.html"))
     assert [title for title, _ in found] == [
         "Loss", "Learning rate", "Gradient norm", "Bits per byte, validation", "Update over weights, by group",
-        "Largest attention logit", "Tokens per second", "Time of a step",
+        "Largest attention logit", "Update over weights, by layer", "Largest attention logit, by layer",
+        "Tokens per second", "Time of a step",
         "Model FLOPs utilisation", "Peak memory", "Peak memory by rank", "Computing time by rank",
-        "time of a step by part", "Update over weights, by layer", "Largest attention logit, by layer",
-        "Load imbalance", "Router entropy", "Load of each layer, over the run",
+        "time of a step by part", "Load imbalance", "Router entropy", "Load of each layer, over the run",
         "Tokens of each expert, in all steps", "Tokens of each expert, in the newest steps",
     ]  # fmt: skip
     assert min(shapes for _, shapes in found) > 3
