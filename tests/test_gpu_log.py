@@ -263,6 +263,26 @@ def test_reduce_scatters_of_tensor_parallel_backwards_hide_behind_products(tmp_p
         assert (hidden, exposed) == (5, 5)
 
 
+def test_parameters_of_muon_travel_during_the_next_forward(tmp_path: Path) -> None:
+    """Two owners, each a pair of tp: one exchange there and one back, then four buckets, behind which products hide."""
+    (tmp_path / "logs").mkdir()
+    words = [*SETTINGS.split(), *QUIET.split(), "optimizer=muon", "optimizer.bucket_size=500000"]
+    start = ["torchrun", "--standalone", "--nproc-per-node", "4", "pretrain_gpt.py", *words, f"run_dir={tmp_path}/run"]
+    for lines in logged(start, tmp_path / "logs", 4):
+        ends = [at for at, line in enumerate(lines) if line.startswith("C async D2H 64")]
+        step, forward = lines[ends[-3] : ends[-2]], lines[ends[-2] : ends[-1]]
+        update = step[max(at for at, line in enumerate(step) if line.startswith("N allreduce")) + 1 :]
+        sent = [re.sub(r" stream.*| n=\d+", "", line) for line in update if line.startswith("N ")]
+        there = [f"N {way} type=9 peer={peer}" for peer in (0, 1) for way in ("send", "recv")]
+        assert sent == there + there + ["N allgather type=9 of=2"] * 4
+        gathers = [at for at, line in enumerate(update) if line.startswith("N allgather")]
+        events = [update[at + 1].split()[1] for at in gathers]
+        waits = [next(at for at, line in enumerate(forward) if line.endswith(f"event={event}")) for event in events]
+        assert waits == sorted(waits)
+        products = [at for at, line in enumerate(forward) if line.startswith(("G ", "L "))]
+        assert [sum(at < wait for at in products) for wait in waits] == [0, 0, 0, 4], "the last waits behind a block"
+
+
 def waits(lines: list[str]) -> list[tuple[str, bool]]:
     """For each collective that the compute stream waits for, its kind and whether a weight's gradient lies between."""
     found, starts, kind = [], dict[str, tuple[str, int]](), ""

@@ -48,7 +48,7 @@ class Picture:
         return f'<?xml version="1.0" encoding="utf-8"?>\n<svg {spaces} {size}>\n{head}\n{self.svg()}\n</svg>\n'
 
 
-def _picture_of(command: str) -> Kind:
+def picture_of(command: str) -> Kind:
     """The pictures that a command draws. The title of an SVG file says so."""
     mark = rb"<\?xml[\s\S]*<dc:title>megalite %s</dc:title>"
     return Kind(f"a picture of {command}", f"{command}.svg", mark % command.encode())
@@ -58,12 +58,12 @@ def picture_problems(path: Path, command: str) -> list[Problem]:
     """Why a command cannot draw to `path` (--picture), known before anything is drawn."""
     if path.suffix.lower() != ".svg":
         return [Problem(SETTING, str(path), "must end in .svg", f"{SETTING}={command}.svg")]
-    return output_problems(SETTING, path, _picture_of(command))
+    return output_problems(SETTING, path, picture_of(command))
 
 
 def save_picture(draw: Callable[[], Picture], path: Path, command: str) -> None:
     """Draw to a file, which appears only when it is complete."""
     try:
-        write_atomically(path, draw().file(command).encode(), _picture_of(command))
+        write_atomically(path, draw().file(command).encode(), picture_of(command))
     except OSError as error:
         raise UserError(Problem(SETTING, str(path), f"cannot be written: {error}", "another file")) from error

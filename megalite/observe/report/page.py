@@ -26,7 +26,8 @@ from megalite.errors.problems import Problem, UserError, collect, collect_all, p
 from megalite.layout.ranks import ParallelLayout
 from megalite.observe import readable
 from megalite.observe.run_data import RunData, read_run
-from megalite.plan.picture import STYLE
+from megalite.plan.chart import chart
+from megalite.plan.picture import STYLE, Picture, picture_of
 from megalite.plan.ranks import ranks_picture
 from megalite.plan.timeline import pictures_of_run
 from megalite.train.history import ENDS, EVENTS, Record, View
@@ -43,6 +44,7 @@ _PAGE = rb'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n<
 _POLICY = rb'"|http-equiv="Content-Security-Policy" content="[^"\n]*sha256-)'  # pages of f4fa60b
 REPORT = Kind("the report of a run", "report.html", _PAGE + b"megalite report" + _POLICY)
 COMPARISON = Kind("a comparison of runs", "comparison.html", _PAGE + b"megalite comparison" + _POLICY)
+CURVES = picture_of("report")
 Differences = list[tuple[str, list[Any]]]  # setting, and its value in each run
 
 
@@ -68,10 +70,11 @@ def live_report(run: RunData, interval_s: float) -> View:
 
 
 def write_report(folders: Sequence[Path], out: Path | None, kind: Kind | None = None) -> Path:
-    """Draw one run, into its folder unless `out` says otherwise, or compare several (comparison.html here, or `out`).
-    Returns the file, of which only `out` is as readable as the umask says. UserError with all folders that hold no run,
-    or for a file that cannot be written."""
+    """Draw one run, into its folder unless `out` says otherwise, or compare several (comparison.html here, or `out`);
+    where `out` ends in .svg, the curves of the loss alone. Returns the file, of which only `out` is as readable as the
+    umask says. UserError with all folders that hold no run, or for a file that cannot be written."""
     kind = kind or (REPORT if len(folders) == 1 else COMPARISON)
+    kind = CURVES if out and out.suffix.lower() == ".svg" else kind
     target = out or (folders[0] / kind.usual if kind is REPORT else Path(kind.usual))
     problems = files.output_problems("--out", target, kind)
     runs = collect(lambda: collect_all(read_run, folders), problems)
@@ -79,7 +82,8 @@ def write_report(folders: Sequence[Path], out: Path | None, kind: Kind | None = 
         raise UserError(problems)
     try:
         with nullcontext() if out else files.private_files():
-            files.write_atomically(target, render(runs, compared=kind is COMPARISON).encode(errors="replace"), kind)
+            page = loss_curves(runs).file("report") if kind is CURVES else render(runs, compared=kind is COMPARISON)
+            files.write_atomically(target, page.encode(errors="replace"), kind)
     except OSError as error:
         rule = f"cannot be written: {error.strerror}"
         raise UserError(Problem("--out", str(target), rule, "another file: --out FILE")) from error
@@ -175,6 +179,19 @@ def _points(points: list[list[float]]) -> list[list[float]]:
 
 def _shown(setting: Any) -> Any:
     return setting if isinstance(setting, int | float) else printable(plain(setting))
+
+
+def loss_curves(runs: Sequence[RunData]) -> Picture:
+    """Validation loss of each run by step, or the training loss where a run has none. UserError without either."""
+    name = "val_loss" if all(run.series["val_loss"].points() for run in runs) else "loss"
+    curves = [[(step, mean) for step, mean, *_ in run.series[name].points()] for run in runs]
+    rule = "no loss is recorded", "a run that has trained"
+    if problems := [
+        Problem("RUN_DIR", str(run.folder), *rule) for run, curve in zip(runs, curves, strict=True) if not curve
+    ]:
+        raise UserError(problems)
+    names = names_of(runs, differences(runs)[0])
+    return chart(name.replace("val_", "validation "), dict(zip(names, curves, strict=True)), "step")
 
 
 def differences(runs: Sequence[RunData]) -> tuple[Differences, Differences]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import megalite.observe.report.page as page_module
 from megalite.errors.problems import UserError
 from megalite.observe.report.page import SHARE, live_report, write_report
 from megalite.observe.run_data import read_run
+from megalite.train.history import read_metrics
 from tests.observe.report.runs import write_run
 
 ROOT = Path(__file__).parents[3]
@@ -85,6 +87,33 @@ def test_the_command_draws_one_run_and_compares_several(tmp_path: Path, monkeypa
     assert drawn[0].read_text() == drawn[1].read_text()
     assert write_report([first, second], None) == Path("comparison.html")
     assert "2 runs compared" in Path("comparison.html").read_text()
+
+
+def test_curves_of_the_validation_loss_are_a_picture_of_their_own(tmp_path: Path) -> None:
+    """Each point is where a linear scale of both axes has it."""
+    runs = [write_run(tmp_path / f"lr{lr}", lr=lr, seed=seed) for seed, lr in enumerate((0.5, 0.25))]
+    out = tmp_path / "loss.svg"
+    assert write_report(runs, out) == write_report(runs, out) == out, "it replaces its own picture"
+    drawn = out.read_text()
+    assert re.findall(r'class="">(optimizer.*|lr.*)</text>', drawn) == ["lr=0.5", "lr=0.25"]
+    lines = [line for line in re.findall(r'<path d="M(.*)" class="c\d line"', drawn) if "h24" not in line]
+    found = [[tuple(map(float, point.split())) for point in line.split("L")] for line in lines]
+    known = [
+        [(record["step"], record["val_loss"]) for record in read_metrics(run / "metrics.jsonl") if "val_loss" in record]
+        for run in runs
+    ]
+    assert [len(line) for line in found] == [len(line) for line in known] != [0, 0]
+    for axis, sign in ((0, 1), (1, -1)):
+        shown = [sign * point[axis] for line in found for point in line]
+        value = [point[axis] for line in known for point in line]
+        scale = (max(shown) - min(shown)) / (max(value) - min(value))
+        assert shown == pytest.approx([min(shown) + scale * (one - min(value)) for one in value], abs=0.02)
+
+
+def test_a_run_without_a_loss_has_no_curve(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=0)
+    assert "no loss is recorded" in refused([run], tmp_path / "loss.svg")
+    assert not (tmp_path / "loss.svg").exists()
 
 
 def refused(folders: list[Path], out: Path | None = None) -> str:
