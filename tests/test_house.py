@@ -26,8 +26,8 @@ FLOORS = [
 ]
 # Lines of .py files; docstrings, comments and blank lines count. A change that needs more raises a number and says why.
 BUDGET = {
-    "the package": 20_456,
-    "what train.run imports": 13_390,  # imports inside of functions included
+    "the package": 20_650,
+    "what train.run imports": 13_500,  # imports inside of functions included
     "a file": 400,
     "a function": 60,
 }
