@@ -112,7 +112,7 @@ class Reference:
     def state(self):
         return {}
 
-    def step(self, lr, *, divisor, skip):
+    def step(self, lr, *, divisor, skip, decay_factor):
         for parameter, gradient in self._pairs:
             parameter.grad = gradient / divisor
         for group in self._torch.param_groups:

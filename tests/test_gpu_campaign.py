@@ -98,6 +98,8 @@ def test_every_rung_has_its_work_and_seven_timings_come_before_all_others(campai
     assert campaign.FAST[:8] == ("ceilings", *seven)
     assert {name.split(" ", 1)[0] for name in seven} == {"megalite", "plain", "peer"}
     assert "megalite 124M train.deterministic=true" in campaign.FAST
+    next_ones = ("megalite experts, 4 layers", "megalite experts, 4 layers microbatches=4", "megalite 124M batch=4")
+    assert campaign.FAST[8:11] == next_ones, "figures of docs/performance.md"
     assert {timing.shape for timing in campaign.TIMINGS} <= {*rungs.CAMPAIGN, *rungs.SHAPES}
 
 

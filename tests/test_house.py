@@ -26,8 +26,8 @@ FLOORS = [
 ]
 # Lines of .py files; docstrings, comments and blank lines count. A change that needs more raises a number and says why.
 BUDGET = {
-    "the package": 20_650,
-    "what train.run imports": 13_500,  # imports inside of functions included
+    "the package": 20_830,
+    "what train.run imports": 13_640,  # imports inside of functions included
     "a file": 400,
     "a function": 60,
 }
@@ -78,7 +78,7 @@ def test_every_room_has_a_floor() -> None:
         "megalite.hf.families",
         "megalite.model.parameters",
         *(f"megalite.pipeline.{name}" for name in ("checker", "schedules")),
-        "megalite.optim.rank_buffers",
+        *(f"megalite.optim.{name}" for name in ("groups", "rank_buffers")),
         *(f"megalite.layout.{name}" for name in ("buffer_layout", "ranks", "stages")),
         "megalite.launch.environment",
         *(f"megalite.plan.{name}" for name in ("buffers_table", "gpu_memory", "ranks", "timeline")),

@@ -52,6 +52,7 @@ OF_STATE = ("optimizer.name", "optimizer.moment_dtype", "optimizer.muon.router")
 _FIXED = ("seed", "data.validation_fraction", "data.weights", *OF_STATE, "model.")
 _FREE = (  # beginnings of names; the model's leave the meaning of its parameters alone
     *("model.name", "model.dropout", "model.attention_dropout", "model.embedding_dropout", "model.init_std"),
+    "model.mup_base_",
     *("model.loss_chunk_tokens", "model.moe.aux_loss", "model.moe.z_loss_coeff", "model.moe.expert_bias_rate"),
     *("model.moe.capacity_factor", "model.moe.dispatcher"),
 )

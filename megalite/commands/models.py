@@ -188,7 +188,7 @@ def export(options: Namespace, overrides: list[str]) -> Shown:
 
 @command(
     option("runs", nargs="+", type=Path, metavar="RUN_DIR", help="the folder of a run"),
-    option("--out", type=Path, metavar="FILE", help="where to (default: RUN_DIR/report.html)"),
+    option("--out", type=Path, metavar="FILE", help="where to (default: RUN_DIR/report.html, or comparison.html here)"),
     overrides=False,
 )
 def report(options: Namespace, overrides: list[str]) -> Shown:

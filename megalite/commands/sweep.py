@@ -42,6 +42,7 @@ from megalite.launch.environment import read_environment
 from megalite.launch.process import PATIENCE, STOP_SIGNALS
 from megalite.observe.readable import print_lines
 from megalite.observe.report.page import COMPARISON, write_report
+from megalite.optim.groups import with_known_groups
 from megalite.train.history import read_metrics
 
 MOST_NAMED = 4  # settings in the name of a folder
@@ -112,7 +113,8 @@ def points_of(words: Sequence[str], loader: ConfigLoader | None = None) -> list[
 
 def _load(arguments: Namespace, ranks: int, words: Sequence[str]) -> Config:
     """The config of a point, which Hydra's own settings do not concern."""
-    return load_config([*flags(arguments), *(word for word in words if "hydra" not in word.partition("=")[0])], ranks)
+    own = [word for word in words if "hydra" not in word.partition("=")[0]]
+    return with_known_groups(load_config([*flags(arguments), *own], ranks))
 
 
 def _ranks(config: DictConfig) -> int:

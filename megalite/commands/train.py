@@ -61,6 +61,7 @@ def check(argv: list[str]) -> tuple[Config, ProcessEnvironment]:
     """Check everything that can be known without torch, and get this process ready for it. UserError where something is
     refused."""
     from megalite.config.compose import load_config
+    from megalite.optim.groups import problems_of_groups
     from megalite.plan.memory import fits_this_machine
 
     problems: list[Problem] = []
@@ -68,6 +69,7 @@ def check(argv: list[str]) -> tuple[Config, ProcessEnvironment]:
     config = collect(lambda: load_config(argv, environment.world_size if environment else 1), problems)
     if environment is not None and config is not None:
         problems += fits_this_machine(config, environment.world_size, environment.local_world_size)
+        problems += problems_of_groups(config)
     if environment is None or config is None or problems:
         raise UserError(problems)
     die_with_launcher(environment.launcher)  # during the imports, too: ranks without it wait for nobody

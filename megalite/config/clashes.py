@@ -12,6 +12,12 @@ NO_EFFECT = "has no effect with {1}"
 FLASH = {"cudnn", "flash", "fa4"}
 NOT_BF16 = {"fp64", "fp32", "fp16"}
 Values = Collection[Any] | Callable[[Any], Any]  # `bool`: every value but null, 0 and false
+
+
+def other_than_default(name: str) -> Values:
+    return lambda value: value != SETTINGS[name].default
+
+
 # Values of the setting that is refused, and those with which one of the settings that follow clashes. Some follow only
 # to be named in the sentence, or tried for the hint.
 CLASHES: list[tuple[str, Values, str, Values, str]] = [
@@ -30,7 +36,8 @@ CLASHES: list[tuple[str, Values, str, Values, str]] = [
     ("async_tp", {True}, "compile parallel.schedule", {False}, "is the compiler's, and has no effect with {1} and {2}"),
     ("async_tp", {True}, "device", {"cpu"}, NO_EFFECT),
     ("async_tp", {True}, "fp8", bool, "joins a product with what {1} rounds before"),
-    ("spike_window", lambda steps: steps != SETTINGS["train.spike_window"].default, "skip_spikes", {None}, NO_EFFECT),
+    ("spike_window", other_than_default("train.spike_window"), "skip_spikes", {None}, NO_EFFECT),
+    ("max_bad_steps", other_than_default("train.max_bad_steps"), "rollback_after", bool, NO_EFFECT),
     ("rollback_after", bool, "checkpoint.interval", {0}, "with {1} there is no checkpoint to go back to"),
     ("expert_bias_rate", bool, "score", {"softmax"}, "with {1} a bias moves the scores of all experts"),
     ("cuda_graph", {True}, "device", {"cpu"}, NO_EFFECT),
@@ -39,6 +46,7 @@ CLASHES: list[tuple[str, Values, str, Values, str]] = [
     ("gradient_dtype", {"bf16"}, "precision", NOT_BF16, "does not go with {1}"),
     ("communication_dtype", {"bf16"}, "precision", {"fp64"}, "does not go with {1}"),
     ("moment_dtype", {"bf16"}, "precision", {"fp64"}, "does not go with {1}"),
+    ("muon.dtype", bool, "precision", {"fp64"}, f"{NO_EFFECT}, in which products are fp64, too"),
     ("ownership", {"even"}, "optimizer.name", {"muon"}, "{1} updates whole matrices"),
     ("qk_clip", bool, "qk_norm", {True}, "with {1} norms bound the logits, and rows of weights have no effect on them"),
     ("communication_dtype", {"fp32"}, "gradient_dtype", {"bf16"}, "with {1} it sends twice the bytes of rounded sums"),

@@ -42,7 +42,11 @@ TRAINING = {
     *("optimizer.loss_scale_window", "optimizer.hysteresis"),
 }
 # Settings of later versions, whose defaults leave the names of older runs as they are.
-LATER_ONES = ("optimizer.name", "optimizer.groups", "optimizer.ema_", "optimizer.muon.", "optimizer.qk_clip")
+LATER_ONES = (
+    *("optimizer.name", "optimizer.groups", "optimizer.ema_", "optimizer.muon.", "optimizer.qk_clip"),
+    "model.mup_base_",
+    "optimizer.weight_decay_schedule",
+)
 LATER = {name for name in SETTINGS if name.startswith(LATER_ONES)}
 
 

@@ -41,7 +41,7 @@ INERT: list[Inert] = [
     ("rope_scaling", "yarn", "rope_mscale rope_mscale_all_dim"),
     ("cp", 2, "cp_comm cp_alltoall"),
     ("cp_comm", "alltoall+ring", "cp_alltoall"),
-    ("num_experts", 1, "ep"),
+    ("num_experts", 1, "ep muon.router"),
     ("score", "softmax", "pre_softmax"),
     ("optimizer.name", "muon", " ".join(name for name in SETTINGS if name.startswith("optimizer.muon."))),
     ("optimizer.muon.scale", "match_adamw", "rms"),
@@ -87,7 +87,14 @@ def without_effect(case: Case, table: list[Inert], given: Collection[str] = SETT
 
 def settings_have_an_effect(case: Case) -> Iterator[Found]:
     """What a preset says of experts that the command takes away may stay."""
-    departures = case.config.departures
+    departures, optimizer = case.config.departures, case.config.optimizer
+    decays = {
+        optimizer.weight_decay,
+        optimizer.muon.weight_decay,
+        *(one.get("weight_decay") for one in optimizer.groups),
+    }
+    idle = optimizer.weight_decay_schedule != "constant" and decays <= {None, 0}
+    yield idle, "weight_decay_schedule optimizer.weight_decay", NO_EFFECT
     yield from without_effect(case, INERT)
     yield from without_effect(case, ASKED, departures)
     yield from without_effect(case, OF_EXPERTS, departures if EXPERTS in departures else SETTINGS)
@@ -107,6 +114,9 @@ def heads_and_positions_fit(case: Case) -> Iterator[Found]:
     yield not splits, "hidden_size num_attention_heads head_size", "not a multiple of {1}"
     yield odd, "head_size position model.hidden_size", "must be even with {1}"
     yield learned, "seq_length max_positions position", "longer than the table of learned positions, {1}"
+    apart = (model.mup_base_width or model.hidden_size) * derived.num_key_value_heads % model.hidden_size
+    rule = "heads grow with the width, and {2} with {1} are no whole number of them at the base"
+    yield apart, "mup_base_width model.hidden_size num_key_value_heads", rule
     bare = scaling in ("llama3", "yarn") and model.rope_original_positions is None
     yield bare, "rope_original_positions rope_scaling", "must be set with {1}, to the context length before scaling"
     yield scaling == "yarn" and model.rope_theta <= 1, "rope_theta rope_scaling", "must be above 1 with {1}"

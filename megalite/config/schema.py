@@ -86,6 +86,10 @@ class ModelConfig:
     dropout: float = setting(0.0, "dropout on the output of attention and MLP", at_least=0, below=1)
     attention_dropout: float = setting(None, "dropout of attention probabilities; null: dropout", at_least=0, below=1)
     embedding_dropout: float = setting(None, "dropout on the embeddings; null: as dropout", at_least=0, below=1)
+    mup_base_width: int | None = setting(
+        None, "hidden_size that rates are tuned at, docs/mup.md; null: any", at_least=1
+    )
+    mup_base_layers: int | None = setting(None, "num_layers that rates are tuned at; null: any", at_least=1)
     init_std: float = setting(0.02, "spread of start values; residual projections: over sqrt(2 * num_layers)", above=0)
     loss_chunk_tokens: int | None = setting(None, "tokens per chunk of the head and loss; null: by device", at_least=1)
 
@@ -165,7 +169,9 @@ class TrainConfig:
     )
     spike_window: int = setting(128, "newest applied steps, for that mean and sigma", at_least=4, at_most=10_000)
     rollback_after: int | None = setting(
-        None, "go back to a good checkpoint after this many that were not applied; null: max_bad_steps", at_least=1
+        None,
+        "go back to a good checkpoint after this many bad steps in a row; null: never, max_bad_steps ends the run",
+        at_least=1,
     )
     check_replicas_every: int = setting(100, "steps between checks that replicas are equal; 0: none", at_least=0)
     record_pipeline: int = setting(0, "steps between recordings of the pipeline's times; 0: none", at_least=0)
@@ -214,6 +220,9 @@ class OptimizerConfig:
     name: str = setting("adamw", "the rule by which parameters are updated", choices="|".join(OPTIMIZERS))
     lr: float = setting(1e-3, "peak learning rate", above=0)
     weight_decay: float = setting(0.1, "decoupled weight decay", at_least=0)
+    weight_decay_schedule: str = setting(
+        "constant", "how it changes over the steps (docs/optimizer.md)", choices="constant|to_zero|with_lr"
+    )
     betas: list[float] = setting([0.9, 0.95], "decay rates of the first and second moment", at_least=0, below=1)
     eps: float = setting(1e-8, "added to the root of the second moment", above=0)
     clip_grad: float = setting(1.0, "largest global gradient norm; 0: no clipping", at_least=0)

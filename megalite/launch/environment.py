@@ -25,8 +25,11 @@ OF_SLURM = {  # by torchrun's name, the variable of a SLURM step that says the s
     "LOCAL_RANK": "SLURM_LOCALID",
     "MASTER_ADDR": "SLURM_STEP_NODELIST",
 }
+JOB_BEGAN, OF_TASK, OF_NODE = "MEGALITE_JOB_BEGAN", "SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"
 START = "`torchrun --nproc-per-node N` or `srun --ntasks N` sets it; for one process unset RANK, WORLD_SIZE"
+CORES = "as many cores as SLURM gives, or unset it: then the ranks of a node share all cores"
 MANY = 10**9
+LATEST = 10**10 - 1  # seconds since 1970
 SPINS = "2000"  # libgomp takes 1,000 by itself where it knows of more threads than cores, else 300,000
 ENOUGH = 65_536  # open files, for thousands of ranks and any number of token files
 CUDA_QUEUES, ENOUGH_QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS", 8  # CUDA's own default
@@ -37,26 +40,31 @@ def read_environment(environ: Mapping[str, str]) -> ProcessEnvironment:
     """The process's place, or a UserError with everything that is wrong in the variables."""
     given, problems = _variables(environ), list[Problem]()
     slurm = given is not environ
-    if not (given.get("RANK") or given.get("WORLD_SIZE")):
-        return ProcessEnvironment(threads=_threads(environ, "single", 1))
 
-    def refuse(name: str, rule: str) -> None:
+    def refuse(name: str, rule: str, hint: str = START) -> None:
         """Another machine's variables may be right, and its ranks know nothing of these."""
         own = OF_SLURM.get(name, name) if slurm and not environ.get(name) else name
-        problems.append(Problem(own, environ.get(own) or None, rule, START, here=True, alone=name == "RANK"))
+        problems.append(Problem(own, environ.get(own) or None, rule, hint, here=True, alone=name == "RANK"))
 
-    def number(name: str, least: int, most: int, *, needed: bool = True) -> int | None:
-        text = given.get(name, "").strip()
+    def number(name: str, least: int, most: int, *, needed: bool = True, hint: str = START) -> int | None:
+        text = given.get(name, environ.get(name, "")).strip()
         if re.fullmatch("[0-9]{1,10}", text) and least <= int(text) <= most:
             return int(text)
         if text or needed:
-            refuse(name, f"must be a whole number from {least} to {most:,}")
+            refuse(name, f"must be a whole number from {least} to {most:,}", hint)
         return None
+
+    began = number(JOB_BEGAN, 0, LATEST, needed=False, hint="seconds since 1970 (date +%s), or unset it")
+    if not (given.get("RANK") or given.get("WORLD_SIZE")):
+        if problems:
+            raise UserError(problems)
+        return ProcessEnvironment(threads=_threads(environ, "single", 1), job_began=began)
 
     size = number("WORLD_SIZE", 1, MANY) or MANY
     rank, port = number("RANK", 0, size - 1), number("MASTER_PORT", 1, 65535, needed=size > 1)
     local_size = number("LOCAL_WORLD_SIZE", 1, size, needed=False)
     local_rank = number("LOCAL_RANK", 0, (local_size or size) - 1, needed=False)
+    cores = [number(name, 1, MANY, needed=False, hint=CORES) for name in (OF_TASK, OF_NODE) if slurm]
     address = given.get("MASTER_ADDR") or ("" if size > 1 else LOOPBACK)
     if not address:
         refuse("MASTER_ADDR", "must be the host of rank 0")
@@ -67,8 +75,8 @@ def read_environment(environ: Mapping[str, str]) -> ProcessEnvironment:
     if local_size is None:  # all ranks share this host where rank 0 is reached by loopback
         local_size = size if is_loopback(address) else (local_rank or 0) + 1
     launcher: Launcher = "slurm" if slurm else "torchrun" if environ.get("TORCHELASTIC_RUN_ID") else "env"
-    threads = _threads(environ, launcher, local_size)
-    return ProcessEnvironment(rank, size, local_rank, local_size, address, port or 0, launcher, threads)
+    threads = _threads(environ, launcher, local_size, *cores)
+    return ProcessEnvironment(rank, size, local_rank, local_size, address, port or 0, launcher, threads, began)
 
 
 def claimed_rank(environ: Mapping[str, str], name: str = "RANK") -> int:
@@ -89,7 +97,7 @@ def _variables(environ: Mapping[str, str]) -> Mapping[str, str]:
     """`environ` itself; or, in a task of a SLURM step without RANK, what torchrun would set there. (The shells of
     sbatch and salloc are no tasks of a step.)"""
     texts = [environ.get(f"SLURM_{name}", "") for name in ("STEP_ID", "JOB_ID", "NODEID")]
-    step, job, node = (int(text) if text.isdigit() else -1 for text in texts)
+    step, job, node = (int(text) if text.isdecimal() else -1 for text in texts)
     if environ.get("RANK") or not environ.get("SLURM_PROCID") or not 0 <= step < FIRST_RESERVED_STEP:
         return environ
     # The first host of the list: `gpu-a[03-04,9],n1` -> `gpu-a03`.
@@ -105,7 +113,9 @@ def _variables(environ: Mapping[str, str]) -> Mapping[str, str]:
     }
 
 
-def _threads(environ: Mapping[str, str], launcher: Launcher, sharers: int) -> int | None:
+def _threads(
+    environ: Mapping[str, str], launcher: Launcher, sharers: int, of_task: int | None = None, of_node: int | None = None
+) -> int | None:
     """A rank's share of the cores, unless the user has set OMP_NUM_THREADS: on Linux, torchrun's own environment tells
     whether it was the user or torchrun (1 for several ranks). SLURM may have given the step fewer cores, bound to it or
     not; the cores of a task are its share already."""
@@ -114,11 +124,8 @@ def _threads(environ: Mapping[str, str], launcher: Launcher, sharers: int) -> in
         with suppress(OSError):
             of_torchrun = Path(f"/proc/{os.getppid()}/environ").read_bytes().split(b"\0")
             chosen = chosen if b"OMP_NUM_THREADS=1" in of_torchrun else None
-    if launcher == "slurm":
-        of_task = environ.get("SLURM_CPUS_PER_TASK")
-        sharers = 1 if of_task else sharers
-        cores = min(cores, int(of_task or environ.get("SLURM_CPUS_ON_NODE") or cores))
-    return None if chosen else max(1, cores // sharers)
+    cores = min(cores, of_task or of_node or cores)
+    return None if chosen else max(1, cores // (1 if of_task else sharers))
 
 
 def usable_cores() -> int:
@@ -140,7 +147,7 @@ def set_variables(environ: MutableMapping[str, str]) -> str:
     if "PYTORCH_CUDA_ALLOC_CONF" not in environ:
         environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     given = environ.get(CUDA_QUEUES, "")
-    if not given.isdigit() or int(given) >= ENOUGH_QUEUES or not NVIDIA.exists():
+    if not given.isdecimal() or int(given) >= ENOUGH_QUEUES or not NVIDIA.exists():
         return ""
     environ[CUDA_QUEUES] = str(ENOUGH_QUEUES)
     return f"{CUDA_QUEUES}={given} would let streams wait for each other: it is {ENOUGH_QUEUES} in this process"

@@ -46,6 +46,7 @@ class ProcessEnvironment:
     master_port: int = 0
     launcher: Launcher = "single"
     threads: int | None = None  # of torch on the CPU; None: as many as torch or the user has chosen
+    job_began: int | None = None  # seconds since 1970; None: no batch script has said it
 
 
 def is_loopback(host: str) -> bool:

@@ -15,6 +15,9 @@ from megalite.layout.stages import StageLayers
 
 End = Literal["embedding", "loss"]  # the stage that embeds tokens; the one with final norm, head and loss
 Precision = Literal["model", "master"]
+# How a parameter scales with the model (model/scaling.py). Matrices: from a vocabulary, of blocks, into the residual
+# stream, of routers, to the vocabulary; the rest: into the stream, along the width, and shared by all heads.
+Role = Literal["input", "hidden", "residual", "router", "output", "residual_bias", "vector", "shared"]
 Group = Literal["tp", "word-embedding"]  # the last: the stages of one pipeline that hold a tied word embedding
 
 
@@ -42,7 +45,7 @@ class ParameterRecord:
     name: str  # of the `torch.nn.Parameter` in the whole model, with the global layer index: blocks.11.mlp.up.weight
     shape: tuple[int, ...]
     init: Literal["normal", "zeros", "ones"]
-    std: float  # the standard deviation of a `normal` start
+    std: float  # the standard deviation of a `normal` start, the value of `ones`, which may be scaled
     decay: bool
     place: int | tuple[End, ...] = ()  # its layer, or the ends of the pipeline that hold a copy: both if it is tied
     split: Split | None = None  # over tp, of experts over etp; without it each rank there holds the whole
@@ -50,6 +53,7 @@ class ParameterRecord:
     of_experts: bool = False  # dim 0 is divided over ep
     precision: Precision = "model"  # master: the model computes with it in that of the masters
     heads: bool = False  # [groups, queries + 2, head size, inputs]: the queries, the key and the value of each group
+    role: Role = "vector"
     stacked: int | None = None  # how many first dims count matrices; None: to an optimizer it is no matrix (a table)
 
     @property

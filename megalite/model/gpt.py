@@ -235,7 +235,7 @@ class GPT(nn.Module):
             mask=attention_mask(batch, x, self.config, self.kernels, compiled=self.compiled),
             tokens=TokenMasks.of(batch, scale, self.sharing, split, ordered=ordered) if self.routers else None,
         )
-        noted = self.largest_logits if self.training and torch.is_grad_enabled() else {}
+        noted = self.largest_logits if self.training else {}
         for name, block in self.blocks.items():
             layer = int(name)
             self.before_use(f"blocks.{name}")

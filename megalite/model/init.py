@@ -42,7 +42,7 @@ def start_values(
 def draw(record: ParameterRecord, seed: int, box: ShardBox, pool: ThreadPoolExecutor) -> Tensor:
     """The box of the logical tensor, fp32 of the box's sizes."""
     if record.init != "normal":
-        return torch.full(box.sizes, 1.0 if record.init == "ones" else 0.0)
+        return torch.full(box.sizes, record.std)
     values = np.empty((prod(box.sizes[:-1]), box.sizes[-1]), dtype=np.float32)
     rows = np.arange(prod(record.shape[:-1])).reshape(record.shape[:-1])[box.logical[:-1]].ravel()  # ascending
     left, right = box.offsets[-1], box.offsets[-1] + box.sizes[-1]

@@ -13,7 +13,8 @@ from dataclasses import replace
 from math import sqrt
 
 from megalite.config.schema import ModelConfig
-from megalite.layout.parameters import ROWS, Group, ParameterRecord, Split
+from megalite.layout.parameters import ROWS, Group, ParameterRecord, Role, Split
+from megalite.model.scaling import factors_of
 
 Groups = tuple[Group, ...]
 
@@ -43,20 +44,23 @@ def gpt_parameters(config: ModelConfig, *, sequence_parallel: bool = False) -> l
     """
     on_sequence: Groups = ("tp",) if sequence_parallel else ()
     vocabulary = padded_vocabulary(config), config.hidden_size
-    word = _weight("embedding.word.weight", vocabulary, config.init_std, ROWS)
+    word = _weight("embedding.word.weight", vocabulary, config.init_std, "input", ROWS)
     if config.tie_embeddings:  # each copy sees one of its two uses
         records = [replace(word, place=("embedding", "loss"), partial_over=("word-embedding",))]
     else:
         records = [replace(word, place=("embedding",))]
     if config.position == "learned":
-        position = _weight("embedding.position.weight", (config.max_positions, config.hidden_size), config.init_std)
+        size = config.max_positions, config.hidden_size
+        position = _weight("embedding.position.weight", size, config.init_std, "input")
         records.append(replace(position, place=("embedding",), partial_over=on_sequence))
     for layer in range(config.num_layers):
         records += [replace(record, place=layer) for record in _block(layer, config, on_sequence)]
-    last = [*_norm("final_norm", config, on_sequence)]
+    of_logits: Role = "output" if config.tie_embeddings else "input"  # else the head itself is of this role
+    last = [*_norm("final_norm", config, on_sequence, of_logits)]
     if not config.tie_embeddings:
-        last.append(_weight("head.weight", vocabulary, config.init_std, ROWS))
-    return records + [replace(record, place=("loss",)) for record in last]
+        last.append(_weight("head.weight", vocabulary, config.init_std, "output", ROWS))
+    records += [replace(record, place=("loss",)) for record in last]
+    return [replace(record, std=record.std * factors_of(record.role, config).start) for record in records]
 
 
 def _block(layer: int, config: ModelConfig, on_sequence: Groups) -> Iterator[ParameterRecord]:
@@ -64,35 +68,39 @@ def _block(layer: int, config: ModelConfig, on_sequence: Groups) -> Iterator[Par
     group = (kv_heads, heads // kv_heads + 2, head_size)  # queries, key, value of each group
     name = f"blocks.{layer}"
     # 2 * num_layers projections add to the residual stream: this keeps its variance at start (GPT-2, section 2.3).
-    residual_std = config.init_std / sqrt(2 * config.num_layers)
+    stds: dict[Role, float] = {
+        "hidden": config.init_std,
+        "residual": config.init_std / sqrt(2 * (config.mup_base_layers or config.num_layers)),
+    }
 
-    def linear(of: str, outputs: tuple[int, ...], inputs: int, std: float, split: Split) -> Iterator[ParameterRecord]:
-        weight = _weight(f"{name}.{of}.weight", (*outputs, inputs), std, split)
+    def linear(of: str, outputs: tuple[int, ...], inputs: int, role: Role, split: Split) -> Iterator[ParameterRecord]:
+        weight = _weight(f"{name}.{of}.weight", (*outputs, inputs), stds[role], role, split)
         heads = split == GROUPS
         yield replace(weight, heads=heads, stacked=0 if heads else len(outputs) - 1)
         if config.bias:
             of_outputs = split.dim < len(outputs)  # else the bias is whole, and added after the sum over ranks
             partial_over = () if of_outputs else on_sequence
             bias = ParameterRecord(f"{name}.{of}.bias", outputs, "zeros", 0.0, decay=False, partial_over=partial_over)
-            yield replace(bias, split=split) if of_outputs else bias
+            yield replace(bias, split=split) if of_outputs else replace(bias, role="residual_bias")
 
     def mlp(of: str, ffn: int | None = None) -> Iterator[ParameterRecord]:
         inner, outputs = inner_projection(config, ffn)
-        yield from linear(f"{of}.{inner}", outputs, config.hidden_size, config.init_std, Split(len(outputs) - 1))
-        yield from linear(f"{of}.down", (config.hidden_size,), outputs[-1], residual_std, Split(1))
+        yield from linear(f"{of}.{inner}", outputs, config.hidden_size, "hidden", Split(len(outputs) - 1))
+        yield from linear(f"{of}.down", (config.hidden_size,), outputs[-1], "residual", Split(1))
 
     yield from _norm(f"{name}.attention_norm", config, on_sequence)
-    yield from linear("attention.qkv", group, config.hidden_size, config.init_std, GROUPS)
+    yield from linear("attention.qkv", group, config.hidden_size, "hidden", GROUPS)
     if config.qk_norm:  # one weight for all heads, of which each tp rank sees its own
-        yield _scale(f"{name}.attention.query_norm.weight", head_size, ("tp",))
-        yield _scale(f"{name}.attention.key_norm.weight", head_size, ("tp",))
-    yield from linear("attention.out", (config.hidden_size,), heads * head_size, residual_std, Split(1))
+        yield _scale(f"{name}.attention.query_norm.weight", head_size, ("tp",), "shared")
+        yield _scale(f"{name}.attention.key_norm.weight", head_size, ("tp",), "shared")
+    yield from linear("attention.out", (config.hidden_size,), heads * head_size, "residual", Split(1))
     yield from _norm(f"{name}.mlp_norm", config, on_sequence)
     if not config.has_experts(layer):
         yield from mlp("mlp")
         return
     # Each rank of tp routes its own part of the sequence.
-    router = _weight(f"{name}.moe.router.weight", (config.moe.num_experts, config.hidden_size), config.init_std)
+    router_size = config.moe.num_experts, config.hidden_size
+    router = _weight(f"{name}.moe.router.weight", router_size, config.init_std, "router")
     yield replace(router, precision="master", partial_over=("tp",), stacked=0)
     for record in mlp("moe.experts", config.moe.ffn_hidden_size):  # of each matrix, that of all experts of the layer
         if record.split is not None and record.stacked is not None:  # they have no biases
@@ -102,16 +110,16 @@ def _block(layer: int, config: ModelConfig, on_sequence: Groups) -> Iterator[Par
         yield from mlp("shared", width)
 
 
-def _norm(name: str, config: ModelConfig, on_sequence: Groups) -> Iterator[ParameterRecord]:
-    weight = _scale(f"{name}.weight", config.hidden_size, on_sequence)
+def _norm(name: str, config: ModelConfig, on_sequence: Groups, role: Role = "vector") -> Iterator[ParameterRecord]:
+    weight = _scale(f"{name}.weight", config.hidden_size, on_sequence, role)
     yield weight
     if config.norm == "layernorm" and config.bias:
-        yield replace(weight, name=f"{name}.bias", init="zeros")
+        yield replace(weight, name=f"{name}.bias", init="zeros", std=0.0)
 
 
-def _weight(name: str, shape: tuple[int, ...], std: float, split: Split | None = None) -> ParameterRecord:
-    return ParameterRecord(name, shape, "normal", std, decay=True, split=split)
+def _weight(name: str, shape: tuple[int, ...], std: float, role: Role, split: Split | None = None) -> ParameterRecord:
+    return ParameterRecord(name, shape, "normal", std, decay=True, split=split, role=role)
 
 
-def _scale(name: str, size: int, partial_over: Groups) -> ParameterRecord:
-    return ParameterRecord(name, (size,), "ones", 0.0, decay=False, partial_over=partial_over)
+def _scale(name: str, size: int, partial_over: Groups, role: Role = "vector") -> ParameterRecord:
+    return ParameterRecord(name, (size,), "ones", 1.0, decay=False, partial_over=partial_over, role=role)

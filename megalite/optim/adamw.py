@@ -1,8 +1,8 @@
 """AdamW (Loshchilov and Hutter 2019) over slices of buckets, driven by device tensors alone.
 
 Masters, gradients and both moments are lists of one-dimensional tensors, one per bucket: what this rank owns of it. A
-group is a set of runs of elements with one factor of the learning rate and one weight decay. A step has two forms of
-the same update:
+group is a set of runs of elements with one factor of the learning rate, one weight decay and one factor of eps. A step
+has two forms of the same update:
 
 - torch's fused kernel, one call for each group through views made once. It wants one dtype: where gradients or the
   first moment are narrower than the masters, they are widened, updated and rounded back a piece at a time.
@@ -68,13 +68,13 @@ class FlatAdamW:
         return {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq, "step": self.step_count.view(1)}
 
     @torch.no_grad()
-    def step(self, lr: Tensor, *, divisor: Tensor, skip: Tensor) -> None:
+    def step(self, lr: Tensor, *, divisor: Tensor, skip: Tensor, decay_factor: float = 1.0) -> None:
         self.before_change()
         skip = skip.to(torch.float32)
         self.step_count += 1.0 - skip
-        (self._compiled_step if self.rounds else self._fused_step)(lr, divisor, skip)
+        (self._compiled_step if self.rounds else self._fused_step)(lr, divisor, skip, decay_factor)
 
-    def _fused_step(self, lr: Tensor, scale: Tensor, skip: Tensor) -> None:
+    def _fused_step(self, lr: Tensor, scale: Tensor, skip: Tensor, decay_factor: float) -> None:
         # CUDA's kernel reads the rate as fp32, in fp64 too; the CPU's takes it as it is.
         lr = lr.to(torch.float32) if lr.is_cuda else lr
         scale, exact = scale.to(self._dtype), self._dtype == torch.float64
@@ -90,8 +90,8 @@ class FlatAdamW:
                 lr=lr if rule.factor == 1 else lr * rule.factor,
                 beta1=self._betas[0],
                 beta2=self._betas[1],
-                weight_decay=rule.decay,
-                eps=self._eps,
+                weight_decay=rule.decay * decay_factor,
+                eps=self._eps * rule.eps,
                 amsgrad=False,
                 maximize=False,
                 grad_scale=None if exact else scale,
@@ -113,29 +113,30 @@ class FlatAdamW:
         for call in calls:
             yield [ranges_of(part, call) for part in (self.masters, self.gradients, self.exp_avg, self.exp_avg_sq)]
 
-    def _compiled_step(self, lr: Tensor, scale: Tensor, skip: Tensor) -> None:
+    def _compiled_step(self, lr: Tensor, scale: Tensor, skip: Tensor, decay_factor: float) -> None:
         first, second = self._betas
         steps = self.step_count.double()
         step_size, root = lr / (1.0 - first**steps), (1.0 - second**steps).rsqrt()
-        numbers = torch.stack([lr.double(), step_size, root, scale.double(), skip.double()])
+        numbers = torch.stack([lr.double() * decay_factor, step_size, root, scale.double(), skip.double()])
         numbers = numbers.to(self._dtype)  # [5]: kernels read numbers of their own dtype
         for tensors in self._rows:
             _compiled_update()(*tensors, numbers, self._constants)
 
     def _rows_of(self, parameters: Sequence[Tensor], groups: Groups) -> Iterator[tuple[Tensor | None, ...]]:
         """The first arguments of `_update_rows` for each bucket. Padding, which lies in no run, has no decay."""
-        rates = any(rule.factor != 1 for _, rule in groups)
+        rates, epses = any(rule.factor != 1 for _, rule in groups), any(rule.eps != 1 for _, rule in groups)
         lists = (self.masters, self.gradients, self.exp_avg, self.exp_avg_sq, parameters)
         for bucket, (master, *others, parameter) in enumerate(zip(*lists, strict=True)):
             if len(others[1]) < len(master):
                 continue  # one of `without`
-            factor, decay = torch.tensor([[1.0], [0.0]], dtype=master.dtype).repeat(1, len(master) // ALIGNMENT)
+            of_rows = torch.tensor([[1.0], [0.0], [1.0]], dtype=master.dtype).repeat(1, len(master) // ALIGNMENT)
             for run, rule in ((run, rule) for runs, rule in groups for run in runs if run.bucket == bucket):
                 assert run.start % ALIGNMENT == 0, run
                 rows = slice(run.start // ALIGNMENT, -(-run.stop // ALIGNMENT))
-                factor[rows], decay[rows] = rule
-            factors, decays = (each[:, None].to(master.device) for each in (factor, decay))
-            yield master, *others, None if parameter is master else parameter, factors if rates else None, decays
+                of_rows[:, rows] = torch.tensor(rule, dtype=master.dtype)[:, None]
+            factor, decay, eps = of_rows[:, :, None].to(master.device).unbind()
+            unless = factor if rates else None, decay, eps if epses else None
+            yield master, *others, None if parameter is master else parameter, *unless
 
 
 @cache
@@ -151,11 +152,12 @@ def _update_rows(
     parameter: Tensor | None,
     factor: Tensor | None,
     decay: Tensor,
+    eps_factor: Tensor | None,
     numbers: Tensor,
     constants: Tensor,
 ) -> None:
-    """[n] each, factor of the rate and decay [n / ALIGNMENT, 1], numbers [5] and constants [5] as unpacked here:
-    step_size = lr / (1 - first^t) and root = 1 / sqrt(1 - second^t)."""
+    """[n] each, factors of rate and eps and decay [n / ALIGNMENT, 1], numbers [5] and constants [5] as unpacked here:
+    step_size = lr / (1 - first^t) and root = 1 / sqrt(1 - second^t). `lr` has the schedule of weight decay."""
     lr, step_size, root, scale, skip = numbers.unbind()
     first, rest_of_first, second, rest_of_second, eps = constants.unbind()
     applied = skip == 0
@@ -166,7 +168,8 @@ def _update_rows(
     rows = len(decay), ALIGNMENT
     rate, size = (lr, step_size) if factor is None else (lr * factor, step_size * factor)
     kept = master.view(rows) * (1.0 - rate * decay)
-    moved = kept - size * (mean / (square.sqrt() * root + eps)).view(rows)
+    divisor = (square.sqrt() * root).view(rows) + (eps if eps_factor is None else eps * eps_factor)
+    moved = kept - size * (mean.view(rows) / divisor)
     updated = torch.where(applied, moved.view(-1), master)
     exp_avg.copy_(torch.where(applied, mean.to(exp_avg.dtype), exp_avg))
     exp_avg_sq.copy_(torch.where(applied, square, exp_avg_sq))

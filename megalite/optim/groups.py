@@ -1,5 +1,5 @@
-"""Learning rate and weight decay of each parameter: those of its kind, unless a group of optimizer.groups has it. The
-first group whose pattern fits a name has the parameter. No torch import."""
+"""Learning rate, weight decay and eps of each parameter: those of its kind, unless a group of optimizer.groups has it,
+scaled with the model. The first group whose pattern fits a name has the parameter. No torch import."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,38 +8,42 @@ from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from megalite.config.schema import Config, OptimizerConfig
-from megalite.errors.problems import Problem, plain, several
+from megalite.config.schema import Config
+from megalite.errors.problems import Problem, plain, refuse, several
 from megalite.layout.parameters import ParameterRecord
 from megalite.model.parameters import gpt_parameters
+from megalite.model.scaling import factors_of, muon_factor
 
 SHOWN = 3  # patterns that are offered
 
 
 class UpdateRule(NamedTuple):
-    """A parameter's learning rate as a factor of the schedule's, and its weight decay."""
+    """A parameter's learning rate as a factor of the schedule's, its weight decay, and its eps as a factor."""
 
     factor: float
     decay: float
+    eps: float = 1.0
 
 
-def update_rules(records: Iterable[ParameterRecord], settings: OptimizerConfig) -> dict[str, UpdateRule]:
+def update_rules(records: Iterable[ParameterRecord], config: Config) -> dict[str, UpdateRule]:
     """The rule of each parameter, by its name."""
-    muon, found = settings.muon, dict[str, UpdateRule]()
+    settings, muon, found = config.optimizer, config.optimizer.muon, dict[str, UpdateRule]()
     for record in records:
+        _, scaled, eps = factors_of(record.role, config.model)
         factor, decay = 1.0, settings.weight_decay if record.decay else 0.0
         if settings.name == "muon" and record.stacked is not None:
-            factor = 1.0 if muon.lr is None else muon.lr / settings.lr
+            scaled, factor = muon_factor(record, config.model, muon), (muon.lr or settings.lr) / settings.lr
             decay = settings.weight_decay if muon.weight_decay is None else muon.weight_decay
         group = next((one for one in settings.groups if fnmatchcase(record.name, one["match"])), {})
         rate = group.get("lr", "1x")  # a peak, or a factor of the usual one: 0.1x
         factor = factor * float(rate[:-1]) if isinstance(rate, str) else rate / settings.lr
-        found[record.name] = UpdateRule(factor, group.get("weight_decay", decay))
+        found[record.name] = UpdateRule(factor * scaled, group.get("weight_decay", decay) / scaled, eps)
     return found
 
 
-def group_names(records: Iterable[ParameterRecord], settings: OptimizerConfig) -> dict[str, str]:
+def group_names(records: Iterable[ParameterRecord], config: Config) -> dict[str, str]:
     """What metrics call the group of each parameter, by its name: the pattern that it fits, or how it is updated."""
+    settings = config.optimizer
 
     def kind_of(record: ParameterRecord) -> str:
         if not record.decay:
@@ -73,6 +77,12 @@ def problems_of_groups(config: Config) -> Iterator[Problem]:
             rule = "matches only parameters that earlier groups have" if taken else "matches no parameter of the model"
             hint = "put it before them" if taken else f"match: {' or '.join(_nearest(group['match'], names))}"
             yield Problem("optimizer.groups", group["match"], rule, hint)
+
+
+def with_known_groups(config: Config) -> Config:
+    """The config; UserError for groups that have no parameter."""
+    refuse([*problems_of_groups(config)])
+    return config
 
 
 def lines_of_groups(config: Config) -> Iterator[str]:

@@ -152,7 +152,7 @@ class Muon:
         self._rest, self._settings, self._table = rest, muon, polynomials(muon.coefficients, muon.steps)
         dtype = muon.dtype or ("fp32" if context.dtype == torch.float32 else "bf16")
         self._master_dtype, self._dtype = buffers.master_dtype, dtype_of(dtype, buffers.master_dtype)
-        self._rules = update_rules((slot.record for slot, _ in buffers.places.values()), config.optimizer)
+        self._rules = update_rules((slot.record for slot, _ in buffers.places.values()), config)
         self._parts = list[tuple[Kind, Homes, list[Block], Tensor]]()
         for kind in KINDS:
             homes = Homes.of(context, kind)
@@ -168,9 +168,9 @@ class Muon:
         return {"momentum": self.momentum, **self._rest.state()}
 
     @torch.no_grad()
-    def step(self, lr: Tensor, *, divisor: Tensor, skip: Tensor) -> None:
+    def step(self, lr: Tensor, *, divisor: Tensor, skip: Tensor, decay_factor: float = 1.0) -> None:
         self.before_change()
-        self._rest.step(lr, divisor=divisor, skip=skip)
+        self._rest.step(lr, divisor=divisor, skip=skip, decay_factor=decay_factor)
         for kind, homes, blocks, factors in self._parts:
             moves = (skip == 0).expand(len(blocks))
             if kind == "expert":
@@ -181,7 +181,7 @@ class Muon:
             ]
             updates = homes.at_home(blocks, directions, self._orthogonalised)
             for block, update, one in zip(blocks, updates, rates, strict=True):
-                kept = 1.0 - one * self._rules[block.name].decay
+                kept = 1.0 - one * (self._rules[block.name].decay * decay_factor)
                 block.master.mul_(kept).sub_(update.to(self._master_dtype) * one)
 
     def _direction(self, block: Block, divisor: Tensor, moves: Tensor) -> Tensor:

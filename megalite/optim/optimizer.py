@@ -35,8 +35,9 @@ class Optimizer(Protocol):
         (empty for a bucket without such state), or a tensor [1] that is equal on all ranks."""
         ...
 
-    def step(self, lr: Tensor, *, divisor: Tensor, skip: Tensor) -> None:
+    def step(self, lr: Tensor, *, divisor: Tensor, skip: Tensor, decay_factor: float = 1.0) -> None:
         """One step with the gradients divided by `divisor`, or none where `skip` is 1.0, bit for bit (all 0-d).
+        Each weight decay is multiplied by `decay_factor`, which the host knows from the step.
 
         Nothing waits for the device. The gradients are used up: they may hold the divided ones afterwards.
         """
@@ -54,7 +55,7 @@ def make_optimizer(buffers: TrainingBuffers, config: Config, context: ParallelCo
     compiled = config.train.compile and context.device.type == "cuda"  # on a CPU torch's own kernel is the faster one
     matrices = {bucket for bucket, each in enumerate(buffers.layout.buckets) if each.whole and settings.name == "muon"}
     owned = [one for one in buffers.owned if one.bucket not in matrices]
-    rules = update_rules((slot.record for slot, _ in buffers.places.values()), settings)
+    rules = update_rules((slot.record for slot, _ in buffers.places.values()), config)
 
     def runs_of(rule: UpdateRule) -> list[SliceRange]:
         return slice_ranges(owned, lambda record, _: rules[record.name] == rule)

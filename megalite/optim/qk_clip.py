@@ -40,7 +40,8 @@ class QkClip:
 
     def start_step(self) -> None:
         """Forget the logits of the step before."""
-        self._noted.fill_(-inf)
+        if self._threshold is not None:  # else it would cost a launch
+            self._noted.fill_(-inf)
 
     @torch.no_grad()
     def step(self, skip: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step.
+"""Learning rate and weight decay as pure functions of the step.
 
 Steps count from 0; the last one of a run is `steps - 1`. Warm-up step k of w has peak * (k + 1) / (w + 1), as in
 nanoGPT: never zero, and step w is the first at the peak. The decaying schedules then fall to `min_lr`, which the last
@@ -23,3 +23,10 @@ def learning_rate(step: int, config: LearningRateConfig, *, peak: float, steps: 
     progress = (step - start) / (last - start)  # in (0, 1]
     remaining = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
     return lowest + remaining * (peak - lowest)
+
+
+def decay_factor(step: int, schedule: str, *, lr: float, peak: float, steps: int) -> float:
+    """Share of each weight decay that `step` (from 0), whose learning rate is `lr`, has in a run of `steps` steps."""
+    if schedule == "with_lr":
+        return lr / peak
+    return 1 - min(step, steps - 1) / steps if schedule == "to_zero" else 1.0

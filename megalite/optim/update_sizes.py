@@ -37,7 +37,7 @@ def elements_of(config: Config) -> dict[Cell, int]:
 
 def _cells(config: Config) -> list[tuple[ParameterRecord, Cell]]:
     records = records_of_model(config)
-    groups = group_names(records, config.optimizer)
+    groups = group_names(records, config)
     return [(one, (part_of(one.name).replace("blocks.", "block_"), groups[one.name])) for one in records]
 
 

@@ -47,5 +47,4 @@ def _ticks(low: float, high: float) -> list[float]:
     """Round numbers from `low` to `high`."""
     power = 10.0 ** floor(log10((high - low) / TICKS))
     step = next(power * factor for factor in (1, 2, 5, 10) if (high - low) / (power * factor) <= TICKS)
-    first, last = -floor(-low / step), floor(high / step)
-    return [round(number * step, 12) for number in range(first, last + 1)]
+    return [round(number * step, 12) for number in range(-floor(-low / step), floor(high / step) + 1)]

@@ -39,7 +39,6 @@ from megalite.model.gpt import GPT
 from megalite.model.init import start_values
 from megalite.moe.dispatch import ExpertRanks
 from megalite.optim.buffers import TrainingBuffers, dtype_of
-from megalite.optim.groups import problems_of_groups
 from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.optim.rank_buffers import rank_buffers, records_of
@@ -125,7 +124,6 @@ def open_context(config: Config, environment: ProcessEnvironment, store: Store |
     if device.type == "cuda" and config.train.deterministic:
         fix_order()
     collect(lambda: use_attention(config.train.attention, device, dtype, heads), problems)
-    problems += problems_of_groups(config)
     problems += device_problems(config, device, PRECISIONS[dtype], environment)
     nccl = collect(lambda: read_nccl_options(Path(axes.nccl_options)) if axes.nccl_options else {}, problems)
     values = {name: value_of(config, name) for name in SETTINGS if name not in OF_A_MACHINE}

@@ -83,8 +83,8 @@ TYPES: dict[str, Any] = {  # of values, by name; all others of a line of metrics
     "about": list[list[str]],
     **dict.fromkeys(("layout", "settings"), dict[str, Any]),
 }
-JOB_BEGAN = "MEGALITE_JOB_BEGAN"  # a variable: seconds since the epoch
 LATEST = 1e11  # seconds since 1970: later times have no date
+NAMED, DIGITS = 9, 20  # lines that are no records, and what a whole number has at most
 IN_THE_WAY = "move it away (the checkpoints are not touched by that), or set another run_dir"
 
 
@@ -99,11 +99,18 @@ def _is_event(found: Record) -> bool:
     return is_event and 0 <= found["time"] < LATEST and all(len(row) == 2 for row in found.get("about", ()))
 
 
-def _finite(text: str, kind: type = float) -> Any:
+def _finite(text: str) -> float:
     """A number as JSON writes it. Infinity is written as such: 1e400 is none of ours."""
-    if isinf(float(text)):
+    if isinf(number := float(text)):
         raise ValueError
-    return kind(text)
+    return number
+
+
+def _count(text: str) -> int:
+    """A whole number that sums and products of readers hold, too."""
+    if len(text) > DIGITS:
+        raise ValueError
+    return int(text)
 
 
 def _read(is_record: Callable[[Record], bool], path: Path, note: Note = lambda text: None) -> list[Record]:
@@ -113,13 +120,14 @@ def _read(is_record: Callable[[Record], bool], path: Path, note: Note = lambda t
     for number, line in enumerate(lines, 1):
         found = None
         with suppress(ValueError, RecursionError):
-            found = json.loads(line, parse_float=_finite, parse_int=partial(_finite, kind=int))
+            found = json.loads(line, parse_float=_finite, parse_int=_count)
         if isinstance(found, dict) and is_record(found):
             records.append(found)
         elif line:
             bad.append(str(number))
     if bad:
-        note(f"{path}: no valid record in line {', '.join(bad[:9])}{', ...' * (len(bad) > 9)}; left out")
+        more = f", ... ({len(bad):,} lines in all)" if len(bad) > NAMED else ""
+        note(f"{path}: no valid record in line {', '.join(bad[:NAMED])}{more}; left out")
     return records
 
 
@@ -278,12 +286,13 @@ class StatusFile:
 
     `running`: training, or killed; `stopped`: saved, to be started again; `finished`: nothing remains; `failed`: look
     at the log. `step` is the newest that is saved. A start that ends before it has built its model writes nothing.
-    For a batch script that exports JOB_BEGAN: steps that this start has `gained`, `start_up_s` from JOB_BEGAN on, and
+    For a batch script that says when the job began: steps that this start has `gained`, `start_up_s` from then on, and
     `step_s`, the mean of these steps with saves and evaluations, null before the first save.
     """
 
-    def __init__(self, path: str | None, run_dir: str, steps: int) -> None:
+    def __init__(self, path: str | None, run_dir: str, steps: int, job_began: int | None) -> None:
         self._path, self._fixed = Path(absolute(path)) if path else None, {"steps": steps, "run_dir": run_dir}
+        self._job_began = job_began
         self.state, self._first, self._step, self._trains_s = "", 0, 0, 0.0
 
     def write(self, state: str, step: int | None = None, by: str | None = None) -> None:
@@ -294,9 +303,9 @@ class StatusFile:
         if self._path is None:
             return
         status = {"state": state, "step": self._step, **self._fixed, **({"by": by} if by else {})}
-        if job_began := os.environ.get(JOB_BEGAN):
+        if self._job_began is not None:
             gained = self._step - self._first
-            status |= {"gained": gained, "start_up_s": round(self._trains_s - float(job_began), 1)}
+            status |= {"gained": gained, "start_up_s": round(self._trains_s - self._job_began, 1)}
             status["step_s"] = round((time.time() - self._trains_s) / gained, 3) if gained else None
         try:
             write_atomically(self._path, (json.dumps(status) + "\n").encode(), STATUS)

@@ -143,7 +143,8 @@ class Meter:
         self._split = {part: self._split[part] + spent for part, spent in metrics.time_split.items()}
         if metrics.routing is not None and not metrics.skipped:
             self._routing = self._routing + metrics.routing
-        self._logits = [*map(max, self._logits or metrics.largest_logits, metrics.largest_logits)]
+        if not metrics.skipped:  # else they may be no numbers
+            self._logits = [*map(max, self._logits or metrics.largest_logits, metrics.largest_logits)]
         self._splits.append(metrics.time_split)
 
     def line(self, *, tokens: int, bad_steps: int) -> Record | None:

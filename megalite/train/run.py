@@ -27,6 +27,7 @@ from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_b
 from megalite.launch.device import slow_precision
 from megalite.launch.process import ProcessEnvironment, StopSignals, end_compile_workers, stop_request
 from megalite.launch.watchdog import Watchdog, find_cause, is_broken_link
+from megalite.model.scaling import lines_of_scaling
 from megalite.optim.groups import lines_of_groups
 from megalite.train.build import (
     MICRO,
@@ -66,7 +67,8 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
         collect(lambda: companions.examine(config), problems)
         raise UserError(problems)
     run_dir, minutes = Path(config.run_dir), config.train.max_minutes
-    status = StatusFile(config.launch.status_file if context.rank == 0 else None, str(run_dir), config.train.steps)
+    status_file = config.launch.status_file if context.rank == 0 else None
+    status = StatusFile(status_file, str(run_dir), config.train.steps, environment.job_began)
     hosts = [host for (host,) in context.gather_json([socket.gethostname()])]
     job = Job(config, context, hosts, RunLog(companions.say), status)
     failed = False
@@ -132,7 +134,8 @@ def set_up(job: Job, companions: Companions) -> None:
     job.prompts = all_ranks_or_raise(context, lambda: prompts_of(config, data))
     folder = job.folder = RunFolder(Path(config.run_dir), context, config.resume, as_plain(config), data.fingerprint)
     try:
-        notes = [*config.told, *folder.changes, slow_precision(context.dtype, context.device), *lines_of_groups(config)]
+        notes = [*config.told, *folder.changes, slow_precision(context.dtype, context.device)]
+        notes += [*lines_of_scaling(config.model), *lines_of_groups(config)]
         if config.train.fp8 is not None and context.device.type == "cpu":
             notes.append("a CPU imitates fp8: it rounds as a GPU does, and steps take longer than without train.fp8")
         if config.parallel.cp > 1:

@@ -48,6 +48,7 @@ CHUNK = 1 << 22  # elements hashed at a time: bounds the int64 copy
 MULTIPLIER = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, as a signed 64-bit number: Fibonacci hashing
 ROUNDED = "parameter"  # kind of the tensors that are masters in the model's dtype: a resume rounds masters anew
 ROUTERS = "blocks"  # what routers keep beside their parameters
+OF_OPTIMIZER = "optimizer"  # kind of its numbers, which are the step count
 OF_MODEL = {"master", EMA, ROUNDED, ROUTERS}  # kinds that no optimizer has
 
 
@@ -112,7 +113,8 @@ def read_state(job: "Job", found: Found) -> SavedState:
     unread, before, now = {ROUNDED}, leaves(state.config), leaves(as_plain(job.config))
     if any(before.get(name, now[name]) != now[name] for name in OF_STATE):
         dropped, begun = kinds - OF_MODEL, {kind_of(piece.name) for piece in pieces} - OF_MODEL
-        job.log.note(f"the optimizer's state begins anew: {', '.join(sorted(dropped))} of the checkpoint are dropped")
+        named = ", ".join(["step count" if kind == OF_OPTIMIZER else kind for kind in sorted(dropped)])
+        job.log.note(f"the optimizer's state begins anew: {named} of the checkpoint are dropped")
         unread |= dropped | begun
         for piece in (piece for piece in pieces if kind_of(piece.name) in begun):
             piece.tensor.zero_()  # a rollback finds what later steps have left
@@ -148,7 +150,7 @@ def roll_back(job: "Job") -> None:
         words = f"{bad}, and no good checkpoint was written {since} to go back to (train.rollback_after)"
         raise TrainingStoppedError(f"{words}. {advice(job.folder, context, now.last_applied)}.")
     state, back = read_state(job, found), found.manifest.step
-    first = state.progress.samples * state.config["train"]["seq_length"] // job.config.train.seq_length
+    first = -(-state.progress.samples * state.config["train"]["seq_length"] // job.config.train.seq_length)
     over = f"steps {back + 1} to {now.step}, samples {first:,} to {now.samples - 1:,}, are passed over"
     words = f"{bad}; from the state of step {back} on, {over}"
     job.log.event("rolled_back", now.step, checkpoint=back, message=words)
@@ -165,7 +167,7 @@ def training_pieces(training: Training) -> list[Piece]:
     pieces = [piece for kind, slices in kinds.items() for piece in owned_pieces(f"{kind}.", buffers.owned, slices)]
     pieces += [Piece(name, (len(value),), (0,), value) for name, value in Routers(training.chunks).state()]
     numbers = [(name, number) for name, number in state.items() if isinstance(number, Tensor)]
-    return pieces + [Piece(f"optimizer.{name}", (1,), (0,), number) for name, number in numbers]
+    return pieces + [Piece(f"{OF_OPTIMIZER}.{name}", (1,), (0,), number) for name, number in numbers]
 
 
 def kind_of(name: str) -> str:

@@ -88,6 +88,7 @@ class TrainStep:
         local_tokens: int,
         lr: float,
         *,
+        decay_factor: float = 1.0,
         stop: bool = False,
         refused: bool = False,
         next_local_tokens: int | None = None,
@@ -164,7 +165,8 @@ class TrainStep:
         self._lr.fill_(lr)
         before = training.update_sizes.copies() if measures else []
         self.updates = True
-        training.optimizer.step(self._lr, divisor=divisor, skip=skipped.to(torch.float32))
+        skip = skipped.to(torch.float32)
+        training.optimizer.step(self._lr, divisor=divisor, skip=skip, decay_factor=decay_factor)
         logits = self._qk_clip.step(skipped).unbind()
         squares = training.update_sizes.squares(before)
         if scale is not None:

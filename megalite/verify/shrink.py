@@ -20,7 +20,7 @@ from megalite.config.settings import SETTINGS, value_of, with_values
 from megalite.errors.problems import UserError
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.stages import stage_layers
-from megalite.optim.groups import parameters_of_groups
+from megalite.optim.groups import parameters_of_groups, with_known_groups
 
 MOST_RANKS = 8  # above, every axis shrinks to its least factor
 FEW, WIDE, LENGTH = 2, 12, 16  # things on one rank, inner width of an MLP on one rank, tokens of a sequence
@@ -43,6 +43,7 @@ FIXED: dict[str, Any] = {
     "log.wandb": "disabled",
     "log.report_interval_s": 0.0,
     **{f"train.{name}": 0 for name in ("eval_interval", "check_replicas_every", "sample_tokens")},
+    "optimizer.muon.dtype": None,
     **{f"optimizer.{name}_dtype": "fp32" for name in ("gradient", "communication", "moment")},  # here they are fp64
 }
 LEAST_EPS = 1e-8  # a smaller one makes steps of rounding
@@ -59,9 +60,9 @@ def load(argv: list[str], world_size: int | None, dp: int | None) -> tuple[Confi
     world = world_size or (least_world(axes) if dp is None else dp * dense_ranks(axes))
     if world_size is None and dp is None and 2 * world <= MOST_RANKS:
         with suppress(UserError):
-            return load_config(argv, 2 * world), 2 * world
+            return with_known_groups(load_config(argv, 2 * world)), 2 * world
     try:
-        return load_config(argv, world), world
+        return with_known_groups(load_config(argv, world)), world
     except UserError:
         if world_size is None:  # it follows the sizes: what is wrong in a world that all of them divide?
             roomy = lcm(world, *range(1, 13))
@@ -121,6 +122,7 @@ def _stages(config: Config, run: ParallelLayout) -> dict[str, Any]:
     dense = min(moe.first_dense_layers, 1, sum(small) - 1)
     return {
         "model.num_layers": sum(small),
+        "model.mup_base_layers": config.model.mup_base_layers and 2 * sum(small),
         "model.moe.first_dense_layers": dense,
         "model.moe.layer_freq": min(moe.layer_freq, 2, sum(small) - dense),
         "parallel.pipeline_layout": None if even else f"E{'|'.join('t' * count for count in small)}L",
@@ -146,6 +148,7 @@ def _model(config: Config, asked: ParallelLayout, run: ParallelLayout) -> dict[s
         "model.ffn_hidden_size": min(model.ffn_hidden_size, WIDE * run.tp),
         "model.moe.ffn_hidden_size": experts and min(experts, WIDE * lcm(run.tp, run.etp or 1)),
         "model.vocab_size": size - (rows - min(rows, 2 * run.tp + rows % run.tp)) * multiple,
+        "model.mup_base_width": model.mup_base_width and 2 * hidden,  # as any other factor would
         "model.init_std": model.init_std * sqrt(model.hidden_size / hidden),  # activations keep their size
     }
 

@@ -2,8 +2,9 @@
 
 Both runs are real ones, in fp64 (running.py), and what they have written is compared, step by step and tensor by
 tensor. metrics.jsonl has each step's loss, gradient norm and tokens. The first checkpoint has the gradients of step 1:
-AdamW's first moment is then (1 - beta1) times the clipped gradient. The last one has the parameters. A tensor's
-difference is relative to the largest element of that very tensor: a small tensor cannot hide behind its neighbours.
+AdamW's first moment is then (1 - beta1) times the clipped gradient, Muon's momentum (1 - momentum) times. The last one
+has the parameters. A tensor's difference is relative to the largest element of that very tensor: a small tensor cannot
+hide behind its neighbours.
 """
 
 import tempfile
@@ -80,9 +81,10 @@ def compare(layout: Path, single: Path, optimizer: OptimizerConfig) -> list[Row]
         numbers, wanted = _numbers(record), _numbers(other)
         rows += [_row(name, numbers[name], wanted[name], f"step {other['step']}") for name in wanted]
     clipped = max(1.0, expected[0]["grad_norm"] / optimizer.clip_grad) if optimizer.clip_grad else 1.0
-    unclip = clipped / (1 - optimizer.betas[0])
-    for kind, step, factor in (("gradients", expected[0]["step"], unclip), ("parameters", expected[-1]["step"], 1.0)):
-        found, wanted = (_tensors(run, step, kind, factor) for run in (layout, single))
+    kept = {"exp_avg": optimizer.betas[0], "momentum": optimizer.muon.momentum}
+    factors = {moment: clipped / (1 - share) for moment, share in kept.items()}
+    for kind, step in (("gradients", expected[0]["step"]), ("parameters", expected[-1]["step"])):
+        found, wanted = (_tensors(run, step, kind, factors) for run in (layout, single))
         nothing = torch.tensor(float("nan"))
         for name in sorted(found.keys() | wanted.keys()):
             tensors = found.get(name, nothing), wanted.get(name, nothing)
@@ -110,8 +112,9 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, Tensor]:
     return {what: torch.tensor(value, dtype=torch.float64) for what, value in numbers.items()}
 
 
-def _tensors(run: Path, step: int, kind: str, factor: float) -> dict[str, Tensor]:
-    """The first moments in a checkpoint, or masters, their averages and what balances routers, times `factor`."""
+def _tensors(run: Path, step: int, kind: str, factors: Mapping[str, float]) -> dict[str, Tensor]:
+    """The first moments in a checkpoint, multiplied by the factor of their kind, or masters, their averages and what
+    balances routers."""
     found, read = newest(run / CHECKPOINTS, ParallelContext(), print, step=step), dict[str, Tensor]()
     assert found is not None
     for name, stored in found.manifest.tensors.items():
@@ -122,7 +125,7 @@ def _tensors(run: Path, step: int, kind: str, factor: float) -> dict[str, Tensor
             value = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
             read[name if of in (EMA, "blocks") else parameter] = value
             found.read_into([Piece(name, stored.shape, (0,) * value.dim(), value)], unread=name.__ne__)
-            value *= factor
+            value *= factors.get(of, 1.0)
     return read
 
 

@@ -34,6 +34,14 @@ ROWS = [
         ["3 problems", "train.steps='${lr.decay_steps}': Recursive", "train.sample_prompts='${data}': "],
     ),
     Row(
+        "groups of the optimizer without a parameter",
+        "optimizer.groups=[{match:'*.routr.*',lr:0.1x},{match:'*',lr:3e-4},{match:'*norm*',lr:3e-4}]",
+        [
+            *("2 problems", "optimizer.groups='*.routr.*': matches no parameter of the model", "fix: match: "),
+            "optimizer.groups='*norm*': matches only parameters that earlier groups have",
+        ],
+    ),
+    Row(
         "run_dir is among the data",
         "data=text data.path=books run_dir=books/run",
         ["run_dir='books/run': the run would write into its own data, data.path=books", "run_dir=PATH elsewhere"],

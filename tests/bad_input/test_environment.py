@@ -77,6 +77,12 @@ ROWS = [
         variables={"RANK": "0", "WORLD_SIZE": "2"},
     ),
     Row(
+        "a time that is no number",
+        "",
+        ["1 problem", "MEGALITE_JOB_BEGAN='today': must be a whole number from 0 to ", "date +%s"],
+        variables={"MEGALITE_JOB_BEGAN": "today"},
+    ),
+    Row(
         "a rank beyond the number of ranks",
         "",
         ["RANK='2': must be a whole number from 0 to 1", "torchrun"],

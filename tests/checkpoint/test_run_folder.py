@@ -112,6 +112,7 @@ def test_every_architecture_setting_of_the_model_is_fixed() -> None:
     balancing = {"aux_loss", "aux_loss_coeff", "z_loss_coeff", "expert_bias_rate", "capacity_factor", "dispatcher"}
     assert free == {
         *("name", "dropout", "attention_dropout", "embedding_dropout", "init_std", "loss_chunk_tokens"),
+        *("mup_base_width", "mup_base_layers"),
         *(f"moe.{name}" for name in balancing),
     }
 

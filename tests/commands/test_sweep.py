@@ -128,6 +128,10 @@ def test_a_point_without_a_run_is_not_compared(place: Path, capsys: pytest.Captu
         (["seed=1,2", "hydra/launcher=rq"], ["hydra/launcher/rq", "docs/sweeps.md"]),
         (["optimizer.lr=interval(1e-4,1e-3)"], ["--multirun", "INTERVAL"]),
         (["seed=range(1,9000000000)", "train.steps=1,2"], ["a grid of more than 10,000 points"]),
+        (
+            ["seed=1,2", "optimizer.groups=[{match:'*.routr.*',lr:0.1x}]"],
+            ["optimizer.groups='*.routr.*': matches no parameter of the model"],
+        ),
         (["hydra.sweep.dir=a.txt"], ["/a.txt:", "File exists", "another hydra.sweep.dir"]),
     ],
 )

@@ -15,7 +15,7 @@ OPEN = {  # what the data or the machine decides, or what has no meaning in the 
     *("model.vocab_size", "model.moe.ffn_hidden_size", "model.moe.capacity_factor", "model.max_positions"),
     *(f"model.rope_{name}" for name in ("original_positions", "attention_factor", "mscale", "mscale_all_dim")),
     *("model.loss_chunk_tokens", "optimizer.bucket_size", "optimizer.ownership", "optimizer.qk_clip"),
-    "optimizer.ema_half_life_steps",
+    *("optimizer.ema_half_life_steps", "model.mup_base_width", "model.mup_base_layers"),
     *(f"optimizer.muon.{name}" for name in ("lr", "weight_decay", "steps", "dtype")),
     *("checkpoint.init_from", "launch.status_file"),
     *(f"train.{name}" for name in ("compile", "cuda_graph", "recompute_layers", "sample_prompts", "batch_ramp")),
@@ -213,6 +213,11 @@ def test_the_run_folder_depends_on_what_defines_the_training_alone() -> None:
         other = with_values(config, {name: other_value(name)})
         same = default_run_name(other).split("-")[-1] == default_run_name(config).split("-")[-1]
         assert same == (name in SAME_TRAINING), name
+
+
+def test_the_name_of_a_run_without_settings_is_that_of_older_versions() -> None:
+    """So that its folder is found again. A new setting of TRAINING, or a new default, must leave it as it is."""
+    assert load_config([], 1).run_name == default_run_name(Config()) == "tiny-stdlib-7e48ed05"
 
 
 def test_writing_out_a_derived_size_is_the_same_training() -> None:

@@ -12,7 +12,7 @@ from tests.documents.commands import COMMAND, NEEDS_MORE, PAGES, blocks, check, 
 # Of these pages a plain run checks the settings of trainings. What else they start, other tests start in every run:
 # sweeps, exports, schedules, buffers, verifications, reports, preparations, resumes in another layout.
 TRAININGS = (
-    *("data.md", "logging.md", "moe.md", "optimizer.md", "pipeline.md", "report.md", "tensor_parallel.md"),
+    *("data.md", "logging.md", "moe.md", "mup.md", "optimizer.md", "pipeline.md", "report.md", "tensor_parallel.md"),
     "training.md",
 )
 LONG = (*TRAININGS, "context_parallel.md", "huggingface.md", "performance.md", "performance_cpu.md", "sweeps.md")

@@ -59,6 +59,7 @@ def test_what_was_imported_is_exported_bit_for_bit(name: str, dtype: torch.dtype
         ("gpt2", {}),
         ("gpt2", {"activation": "gelu", "tie_embeddings": False, "dropout": 0.1}),
         ("llama", {}),
+        ("llama", {"mup_base_width": 12, "mup_base_layers": 1}),
         ("llama", {"bias": True, "tie_embeddings": True}),
         ("llama", {"rope_scaling_factor": 8.0, "rope_original_positions": 16}),
         ("llama", {"rope_scaling": "linear", "rope_scaling_factor": 3.0}),

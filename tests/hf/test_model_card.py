@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megalite.config.derive import derive, derive_vocabulary
-from megalite.config.schema import Config, DataConfig, ParallelConfig
+from megalite.config.schema import Config, DataConfig, MuonConfig, OptimizerConfig, ParallelConfig
 from megalite.hf.export import model_card
 from megalite.hf.saved_model import SavedModel
 from megalite.train.saving import Progress, SavedState
@@ -12,10 +12,15 @@ from megalite.train.saving import Progress, SavedState
 METRICS = {"loss": 2.34567, "val_loss": float("nan"), "val_bits_per_byte": None}
 
 
-def card(config: Config | None = None, data: str = "stdlib: 2,345,678 tokens", tokenizer: Path | None = None) -> str:
+def card(
+    config: Config | None = None,
+    data: str = "stdlib: 2,345,678 tokens",
+    tokenizer: Path | None = None,
+    ema: bool = False,
+) -> str:
     config = derive_vocabulary(derive(config or Config()), 4096)
     state = SavedState(Progress(step=1200, tokens=9_830_400), {"description": data}, {})
-    return model_card(SavedModel(Path(), config, tokenizer, None, state), METRICS).decode()
+    return model_card(SavedModel(Path(), config, tokenizer, None, state, ema=ema), METRICS).decode()
 
 
 def test_it_states_data_tokens_and_losses() -> None:
@@ -50,3 +55,35 @@ def test_names_of_data_are_whole_and_break_no_table_and_a_tokenizer_is_used_wher
     assert "| data | org/name, en, train; a&#124;b &lt;script> |" in text
     assert "AutoTokenizer" not in text
     assert "AutoTokenizer" in card(tokenizer=Path())
+
+
+def test_it_says_by_which_rule_and_rates_the_weights_were_trained() -> None:
+    text = card()
+    assert "| optimizer | AdamW, betas [0.9, 0.95], weight decay 0.1 |\n| learning rate | 0.001, cosine" in text
+    assert "Muon" not in text
+    assert "of the matrices" not in text
+    assert "QK-clip" not in text
+    keller = MuonConfig(lr=0.02, momentum=0.9, weight_decay=0.0, router=False)
+    groups = [{"match": "*.router.*", "lr": "0.1x", "weight_decay": 0}, {"match": "embedding.*", "lr": 3e-4}]
+    text = card(Config(optimizer=OptimizerConfig(name="muon", qk_clip=100.0, muon=keller, groups=groups)))
+    for row in (
+        "| optimizer | Muon for the matrices of blocks but routers, momentum 0.9, weight decay 0; for all else AdamW, "
+        "betas [0.9, 0.95], weight decay 0.1 |",
+        "| learning rate | 0.001, of the matrices 0.02, cosine over 200 steps, 20 of warm-up, least 0.0001 |",
+        "| parameters `*.router.*` | learning rate 0.1x, weight decay 0 |\n"
+        "| parameters `embedding.*` | learning rate 0.0003 |",
+        "| attention logits | kept at 100 by QK-clip |\n| precision |",
+    ):
+        assert row in text
+    same = card(Config(optimizer=OptimizerConfig(name="muon", weight_decay=0.3)))
+    assert "momentum 0.95, weight decay 0.3; for all else AdamW, betas [0.9, 0.95], weight decay 0.3 |" in same
+    assert "of the matrices 0." not in same
+
+
+def test_it_says_whether_the_weights_are_averages() -> None:
+    config = Config(optimizer=OptimizerConfig(ema_half_life_steps=50.0))
+    assert "moving average" not in card(config)
+    assert (
+        "| weights | an exponential moving average of those that were trained, with a half-life of 50 steps |"
+        in card(config, ema=True)
+    )

@@ -158,6 +158,10 @@ BAD = [
     ({**SRUN, "SLURM_STEP_NODELIST": "["}, ["SLURM_STEP_NODELIST"]),
     ({**SRUN, "WORLD_SIZE": "8"}, ["WORLD_SIZE"]),  # exported for srun, which starts 4
     ({**TORCHRUN, "RANK": "9" * 5000}, ["RANK"]),
+    ({**SRUN, "SLURM_CPUS_PER_TASK": "4(x2)"}, ["SLURM_CPUS_PER_TASK"]),
+    ({**SRUN, "SLURM_CPUS_PER_TASK": "0", "SLURM_CPUS_ON_NODE": "all"}, ["SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"]),
+    ({"MEGALITE_JOB_BEGAN": "today"}, ["MEGALITE_JOB_BEGAN"]),
+    ({**TORCHRUN, "RANK": "8", "MEGALITE_JOB_BEGAN": "-1"}, ["MEGALITE_JOB_BEGAN", "RANK"]),
 ]
 
 

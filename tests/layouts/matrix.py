@@ -25,7 +25,8 @@ FULL = {"train": {"recompute": "full"}}
 SELECTIVE = {"train": {"recompute": "selective", "recompute_modules": ["attention", "norm", "activation"]}}
 DROPPED = {"model": {"dropout": 0.1, "attention_dropout": 0.3, "embedding_dropout": 0.2}}  # hashes know no layout
 FOUR = {"model": {"num_layers": 4}}
-RULES = ("name", "muon", "groups", "qk_clip", "ema_half_life_steps")  # of the optimizer, part of the training
+# Settings of the optimizer that are part of the training.
+RULES = ("name", "muon", "groups", "qk_clip", "ema_half_life_steps", "weight_decay_schedule", "cautious")
 FEW = {"optimizer": {"bucket_size": 6000}}  # a block and a half: it ends at the block
 
 Workplace = tuple[Path, Path]  # a text and a cache folder

@@ -25,11 +25,12 @@ def grouped(*numbers: int, name: str = "adamw") -> Overrides:
 
 
 EXPERTS: Overrides = {"model": {"moe": {"num_experts": 4, "top_k": 2, "ffn_hidden_size": 24, "aux_loss_coeff": 0.1}}}
+TO_ZERO: Overrides = {"optimizer": {"weight_decay_schedule": "to_zero"}}
 ROWS = [
     row("gpt2", grouped(0, 1, 3), FEW, dp=2),
-    row("qwen3", grouped(0, 1, 3), FEW, tp=2),
+    row("qwen3", grouped(0, 1, 3), TO_ZERO, FEW, tp=2),
     row("gpt2", grouped(0, 1), FOUR, pp=2),  # the first and the last stage update a copy of the embedding each
-    row("llama", grouped(1, 3, name="muon"), FEW, tp=2),
+    row("llama", grouped(1, 3, name="muon"), TO_ZERO, FEW, tp=2),
     row("gpt2", grouped(0, 1, name="muon"), FEW, dp=2),
 ]
 LONG_ROWS = [
@@ -44,13 +45,17 @@ def test_ranks_train_like_one_process(workplace: Workplace, row: Row) -> None:
     matrix.assert_equal(workplace, row)
 
 
+def without_groups(config: Config) -> Config:
+    return replace(config, optimizer=replace(config.optimizer, groups=[]))
+
+
 def second_copy_in_no_group(context: ParallelContext, config: Config) -> None:
     """The last stage's, of a tied embedding."""
     right = optimizer_module.update_rules
 
-    def update_rules(records: Any, settings: Any) -> Any:
-        usual = right(records := list(records), replace(settings, groups=[]))
-        rules = right(records, settings)
+    def update_rules(records: Any, config: Config) -> Any:
+        usual = right(records := list(records), without_groups(config))
+        rules = right(records, config)
         return (
             rules if context.coordinates["pp"] == 0 else rules | {name: usual[name] for name in usual if name == TIED}
         )
@@ -61,8 +66,8 @@ def second_copy_in_no_group(context: ParallelContext, config: Config) -> None:
 def rates_of_the_first_rank_alone(context: ParallelContext, config: Config) -> None:
     right = optimizer_module.update_rules
 
-    def update_rules(records: Any, settings: Any) -> Any:
-        return right(records, settings if context.rank == 0 else replace(settings, groups=[]))
+    def update_rules(records: Any, config: Config) -> Any:
+        return right(records, config if context.rank == 0 else without_groups(config))
 
     optimizer_module.update_rules = update_rules
 

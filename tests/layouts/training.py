@@ -22,7 +22,7 @@ from megalite.launch.context import ParallelContext
 from megalite.model.gpt import Routers
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.optimizer import slices_of
-from megalite.optim.schedule import learning_rate
+from megalite.optim.schedule import decay_factor, learning_rate
 from megalite.optim.update_sizes import elements_of, sizes_of
 from megalite.prepare.prepare import prepare
 from megalite.train.build import build_training, data_share, derive_device, fill_with_start_values
@@ -120,8 +120,10 @@ def train(
         for batch in islice(batches, steps):
             if batch.planned.skipped:
                 continue
-            lr = learning_rate(batch.planned.step - 1, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
-            figures.append(step(batch.microbatches, batch.local_tokens, lr, measures=True).read())
+            at, peak, all_steps = batch.planned.step - 1, config.optimizer.lr, config.train.steps
+            lr = learning_rate(at, config.lr, peak=peak, steps=all_steps)
+            decay = decay_factor(at, config.optimizer.weight_decay_schedule, lr=lr, peak=peak, steps=all_steps)
+            figures.append(step(batch.microbatches, batch.local_tokens, lr, decay_factor=decay, measures=True).read())
             gradients.append(_owned(buffers, buffers.gradients))
     training.gather.finish()
     assert data.validation is not None

@@ -79,6 +79,7 @@ DAMAGED = [
     '{"step": 2, "loss": 1',
     '{"step": 2, "loss": 1e400}',
     f'{{"step": 2, "loss": 1.0, "training_s": {"9" * 310}}}',
+    f'{{"step": 2, "loss": 1.0, "tokens": 1{"0" * 308}}}',  # a float holds it, and not two of them
     '{"step": 2, "loss": 1.0, "note": "\udcff"}',
     "[" * 100_000,
     *(json.dumps({**event("start", 4), **damage}) for damage in DAMAGED_EVENTS),
@@ -107,10 +108,12 @@ def test_a_record_that_cannot_be_read_costs_a_checkpoint_its_seal_and_no_run(tmp
 
 
 def test_of_many_bad_lines_the_first_are_named_and_that_there_are_more(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text("bad\n" * 10)
     said: list[str] = []
-    read_metrics(tmp_path / "metrics.jsonl", said.append)
-    assert said[0].endswith("in line 1, 2, 3, 4, 5, 6, 7, 8, 9, ...; left out")
+    for count in (9, 1_000):
+        (tmp_path / "metrics.jsonl").write_text("bad\n" * count)
+        read_metrics(tmp_path / "metrics.jsonl", said.append)
+    assert said[0].endswith("in line 1, 2, 3, 4, 5, 6, 7, 8, 9; left out")
+    assert said[1].endswith("in line 1, 2, 3, 4, 5, 6, 7, 8, 9, ... (1,000 lines in all); left out")
 
 
 def test_what_a_killed_run_had_begun_stays_a_line_of_its_own_and_a_folder_is_refused(tmp_path: Path) -> None:

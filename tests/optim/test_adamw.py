@@ -70,19 +70,24 @@ def build(kind: Kind, groups: Any = None, *, sizes: tuple[int, ...] = SLICES, **
     return FlatAdamW(buffers, given, settings, compiled=buffers.parameters is not None)
 
 
-def take(optimizer: FlatAdamW, seed: int, *, lr: float, scale: float = 1.0, skip: bool = False) -> None:
+def take(
+    optimizer: FlatAdamW, seed: int, *, lr: float, scale: float = 1.0, skip: bool = False, decay_factor: float = 1.0
+) -> None:
     """A step with gradients drawn from `seed`; those of a skipped one are no numbers."""
     device = optimizer.masters[0].device
     for kept, new in zip(optimizer.gradients, normal(seed, torch.float64), strict=True):
         kept.copy_(new * (torch.nan if skip else 3))
-    step_with(optimizer, lr, scale, skip, str(device))
+    step_with(optimizer, lr, scale, skip, str(device), decay_factor)
 
 
-def step_with(optimizer: FlatAdamW, lr: float, scale: float, skip: bool, device: str) -> None:
+def step_with(
+    optimizer: FlatAdamW, lr: float, scale: float, skip: bool, device: str, decay_factor: float = 1.0
+) -> None:
     optimizer.step(
         torch.tensor(lr, dtype=torch.float64, device=device),
         divisor=torch.tensor(scale, dtype=torch.float64, device=device),
         skip=torch.tensor(float(skip), device=device),
+        decay_factor=decay_factor,
     )
 
 
@@ -92,13 +97,17 @@ def state_of(optimizer: FlatAdamW) -> list[Tensor]:
 
 def compare_with_torch(kind: Kind, device: str) -> float:
     """Largest difference from torch.optim.AdamW in fp64, relative to the largest parameter: 20 clipped steps of two
-    groups at a changing rate, with a skipped one among them."""
+    groups at a changing rate and weight decay, with a skipped one among them."""
     decayed, plain, _ = runs_of()
     factor, start = 4.0, normal(1, torch.float64)  # of the first group; exact in fp32
-    ours = build(kind, [(decayed, UpdateRule(factor, DECAY)), (plain, NO_DECAY)], device=device)
+    of_eps = 2.0**25  # an eps of 0.3
+    ours = build(kind, [(decayed, UpdateRule(factor, DECAY, of_eps)), (plain, NO_DECAY)], device=device)
     theirs = [[start[run.bucket][run.start : run.stop].clone().requires_grad_() for run in runs] for runs in runs_of()]
     moving = theirs[0] + theirs[1]
-    groups = [{"params": theirs[0], "weight_decay": DECAY}, {"params": theirs[1], "weight_decay": 0.0}]
+    groups = [
+        {"params": theirs[0], "weight_decay": DECAY, "eps": EPS * of_eps},
+        {"params": theirs[1], "weight_decay": 0.0},
+    ]
     reference = torch.optim.AdamW(groups, lr=1.0, betas=BETAS, eps=EPS)
     for step in range(20):
         # CUDA's kernel takes the rate as fp32
@@ -110,10 +119,11 @@ def compare_with_torch(kind: Kind, device: str) -> float:
             for run, parameter in zip(runs, parameters, strict=True):
                 parameter.grad = gradients[run.bucket][run.start : run.stop] * 3
         norm = torch.nn.utils.clip_grad_norm_(moving, 1.0)
-        for group, share in zip(reference.param_groups, (factor, 1.0), strict=True):
-            group["lr"] = lr * share
+        decay_factor = 1 - step / 20
+        for group, share, decay in zip(reference.param_groups, (factor, 1.0), (DECAY, 0.0), strict=True):
+            group["lr"], group["weight_decay"] = lr * share, decay * decay_factor
         reference.step()
-        take(ours, 100 + step, lr=lr, scale=float(norm) + 1e-6)
+        take(ours, 100 + step, lr=lr, scale=float(norm) + 1e-6, decay_factor=decay_factor)
     assert ours.step_count.item() == 20
     differences = [
         (ours.masters[run.bucket][run.start : run.stop].cpu().double() - parameter.detach()).abs().max().item()
@@ -150,11 +160,13 @@ def moving(optimizer: FlatAdamW) -> tuple[list[Tensor], ...]:
     return optimizer.masters, optimizer.exp_avg, optimizer.exp_avg_sq
 
 
-def expected_step(optimizer: FlatAdamW, lr: float, scale: float, groups: Any = None) -> list[list[Tensor]]:
+def expected_step(
+    optimizer: FlatAdamW, lr: float, scale: float, groups: Any = None, decay_factor: float = 1.0
+) -> list[list[Tensor]]:
     """The definition in fp64 from the state as it is: masters and moments after one step, not yet rounded."""
     steps = optimizer.step_count.item() + 1
     masters, first, second = ([tensor.clone().double() for tensor in tensors] for tensors in moving(optimizer))
-    for runs, (factor, decay) in groups or zip(runs_of(), (UpdateRule(1.0, DECAY), NO_DECAY), strict=False):
+    for runs, (factor, decay, of_eps) in groups or zip(runs_of(), (UpdateRule(1.0, DECAY), NO_DECAY), strict=False):
         rate = lr * factor
         for run in runs:
             part = slice(run.start, run.stop)
@@ -162,8 +174,8 @@ def expected_step(optimizer: FlatAdamW, lr: float, scale: float, groups: Any = N
             master, mean, square = (tensors[run.bucket][part] for tensors in (masters, first, second))
             mean.copy_(BETAS[0] * mean + (1 - BETAS[0]) * gradient)
             square.copy_(BETAS[1] * square + (1 - BETAS[1]) * gradient * gradient)
-            root = (square / (1 - BETAS[1] ** steps)).sqrt() + EPS
-            master.copy_(master - rate * decay * master - rate * mean / (1 - BETAS[0] ** steps) / root)
+            root = (square / (1 - BETAS[1] ** steps)).sqrt() + EPS * of_eps
+            master.copy_(master - rate * decay * decay_factor * master - rate * mean / (1 - BETAS[0] ** steps) / root)
     return [masters, first, second]
 
 
@@ -309,7 +321,7 @@ def test_the_compiled_update_is_the_definition_and_rounds_the_masters(kind: Kind
     start[-1] = 0.0  # padding
     masters = start.to(device, kind[0]).split(sizes)
     parameters = [master.bfloat16() for master in masters[:2]] + [masters[2]]
-    groups = [(ALIGNED[0], UpdateRule(4.0, DECAY)), ([*ALIGNED[1], SliceRange(2, 0, 64)], NO_DECAY)]
+    groups = [(ALIGNED[0], UpdateRule(4.0, DECAY, 2.0**25)), ([*ALIGNED[1], SliceRange(2, 0, 64)], NO_DECAY)]
     optimizer = build(kind, groups, sizes=sizes, masters=masters, parameters=parameters, device=device)
     assert optimizer.rounds
     for step in range(6):
@@ -318,10 +330,10 @@ def test_the_compiled_update_is_the_definition_and_rounds_the_masters(kind: Kind
             gradient.copy_(3 * torch.randn(len(gradient), generator=generator))
         optimizer.gradients[2][-1] = 0.0
         starts = [[tensor.clone().double() for tensor in tensors] for tensors in moving(optimizer)]
-        expected = expected_step(optimizer, 1e-2, 1.7, groups)
+        expected = expected_step(optimizer, 1e-2, 1.7, groups, decay_factor := 1 - step / 6)
         if step == 3:
             optimizer.gradients[0][5] = torch.nan
-        step_with(optimizer, 1e-2, 1.7, step == 3, device)
+        step_with(optimizer, 1e-2, 1.7, step == 3, device, decay_factor)
         if step == 3:
             assert all(map(torch.equal, (*state_of(optimizer), *parameters), before))
             continue

@@ -5,15 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+from megalite.config.groups import flaws_of_groups
 from megalite.config.schema import Config, MuonConfig
-from megalite.errors.problems import UserError
 from megalite.launch.context import CPU, ParallelContext
-from megalite.launch.process import ProcessEnvironment
 from megalite.optim.buffers import TrainingBuffers
-from megalite.optim.groups import lines_of_groups, parameters_of_groups
+from megalite.optim.groups import lines_of_groups, parameters_of_groups, problems_of_groups
 from megalite.optim.optimizer import make_optimizer
 from megalite.optim.rank_buffers import rank_buffers
-from megalite.train.build import open_context
 from tests.config.refusal import refusal, settings
 from tests.optim.small_model import small_config
 from tests.optim.test_muon import (
@@ -77,16 +75,17 @@ def test_a_group_has_a_rate_and_a_decay_of_its_own(optimizer: str) -> None:
         [{"params": [values], "weight_decay": rules[name][1]} for name, values in others.items()], betas=BETAS, eps=EPS
     )
     for step in range(5):
-        gradients, share = drawn(buffers, 100 + step), rate_of(step) / LR
+        gradients, share, decayed = drawn(buffers, 100 + step), rate_of(step) / LR, 1 - step / 5
         for group, name in zip(torchs.param_groups, others, strict=True):
             others[name].grad, group["lr"] = gradients[name], rules[name][0] * share
+            group["weight_decay"] = rules[name][1] * decayed
         torchs.step()
         for name, moved in momentum.items():
             flat = weights[name].view(-1), moved.view(-1), gradients[name].view(-1)
-            muon = MuonConfig(lr=rules[name][0], weight_decay=rules[name][1])
+            muon = MuonConfig(lr=rules[name][0], weight_decay=rules[name][1] * decayed)
             for at in matrices_of(name, weights[name].shape, "projection"):
                 update(*flat, at, rate_of(step), muon)
-        take_step(buffers, ours, gradients, rate_of(step))
+        take_step(buffers, ours, gradients, rate_of(step), decay_factor=decayed)
         for name, values in weights.items():
             assert relative(buffers.parameter(name), values.detach()) < 1e-12, (step, name)
 
@@ -113,9 +112,7 @@ def test_a_run_says_what_its_groups_are() -> None:
 
 def test_patterns_without_a_parameter_are_all_refused_with_the_nearest_names() -> None:
     groups = [{"match": match, "lr": 0.1} for match in ("*.routr.*", "blocks.*", "blocks.1.*", "head.wieght")]
-    with pytest.raises(UserError) as caught:
-        open_context(configured("adamw", groups=groups), ProcessEnvironment())
-    misspelt, taken, head = caught.value.problems
+    misspelt, taken, head = problems_of_groups(configured("adamw", groups=groups))
     assert [each.value for each in (misspelt, taken, head)] == ["*.routr.*", "blocks.1.*", "head.wieght"]
     assert misspelt.hint.startswith("match: blocks.*.moe.router.weight or ")
     assert (taken.rule, taken.hint) == ("matches only parameters that earlier groups have", "put it before them")
@@ -133,9 +130,18 @@ def test_patterns_without_a_parameter_are_all_refused_with_the_nearest_names() -
         ("[{match: '*', lr: 0.1}, {match: '', lr: 0.1}]", ["entry 2 needs match, a pattern"]),
         *(
             (f"[{{match: '*', lr: {lr}}}]", ["entry 1 has an lr"])
-            for lr in ("-1", "0.1y", "x", "nanx", "-1x", "true", "null", "inf")
+            for lr in (
+                *("-1", "0.1y", "x", "nanx", "-1x", "true", "null", "inf", "1e999x", f"{'9' * 400}x", "[1]", "1e31"),
+                *("1_0x", "0.1X", "' 0.1x'", "'0.1x '", "'0.5'", "infx", "+1x", "0x10"),
+            )
         ),
-        *((f"[{{match: '*', weight_decay: {one}}}]", ["a weight_decay"]) for one in ("-0.1", "0.1x", "null", "nan")),
+        *(
+            (
+                f"[{{match: '*', weight_decay: {one}}}]",
+                ["a weight_decay that is not a number from 0 to 1e30 (text is none)"],
+            )
+            for one in ("-0.1", "0.1x", "null", "nan", "inf", "true", "'0.5'", "'nan'", "1e31", "[1]")
+        ),
         ("[{match: 3, lr: 0.1y, decay: 1}]", ["keys (decay)", "needs match", "has an lr"]),
         ("[router]", ["must be a list of groups"]),
         ("{match: '*', lr: 1}", ["must be a list of groups"]),
@@ -146,3 +152,15 @@ def test_groups_that_cannot_be_are_refused_with_all_that_is_wrong(groups: str, f
     assert settings(error) == ["optimizer.groups"]
     assert all(flaw in error.problems[0].rule for flaw in flaws), error
     assert "optimizer.groups=[" in error.problems[0].hint
+
+
+@pytest.mark.parametrize("rate", ["0x", "0.1x", "1e-2x", "2.5E+1x", ".5x", "3x", 0, 3, 3e-4])
+def test_a_rate_is_a_factor_or_a_number(rate: float | str) -> None:
+    assert flaws_of_groups([{"match": "*", "lr": rate, "weight_decay": 0}]) == []
+
+
+def test_numbers_of_any_length_are_judged() -> None:
+    """A config file may hold them."""
+    for key in ("lr", "weight_decay"):
+        [flaw] = flaws_of_groups([{"match": "*", key: 10**400}])
+        assert key in flaw

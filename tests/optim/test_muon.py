@@ -60,12 +60,14 @@ def drawn(buffers: TrainingBuffers, seed: int) -> Named:
     return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-def take(buffers: TrainingBuffers, muon: Optimizer, gradients: Named, lr: float, skip: float = 0.0) -> None:
+def take(
+    buffers: TrainingBuffers, muon: Optimizer, gradients: Named, lr: float, skip: float = 0.0, decay_factor: float = 1.0
+) -> None:
     """A step with gradients that are to be divided by 1.7."""
     for name, gradient in gradients.items():
         buffers.gradient(name).copy_(gradient * 1.7)
     rate, divisor = torch.tensor([lr, 1.7], dtype=torch.float64)
-    muon.step(rate, divisor=divisor, skip=torch.tensor(skip))
+    muon.step(rate, divisor=divisor, skip=torch.tensor(skip), decay_factor=decay_factor)
 
 
 def kept_of(buffers: TrainingBuffers, muon: Optimizer) -> list[Tensor]:
@@ -294,7 +296,7 @@ MUON = "optimizer.name=muon"
     [
         (f"{MUON} optimizer.ownership=even", "optimizer.ownership", "whole matrices", "optimizer.ownership=whole"),
         ("optimizer.muon.momentum=0.9", "optimizer.muon.momentum", "no effect", MUON),
-        ("optimizer.muon.router=false", "optimizer.muon.router", "no effect", MUON),
+        ("optimizer.muon.router=false model.moe.num_experts=4", "optimizer.muon.router", "no effect", MUON),
         (f"{MUON} optimizer.muon.momentum=1", "optimizer.muon.momentum", "below 1", "momentum=0.95"),
         (f"{MUON} optimizer.muon.steps=0", "optimizer.muon.steps", "at least 1", "steps="),
         (f"{MUON} optimizer.muon.scale=spectral", "optimizer.muon.scale", "unknown choice", "match_adamw"),

@@ -204,18 +204,40 @@ def test_the_pass_costs_what_the_page_says_and_fp16_overflows_to_a_number(monkey
     assert largest.tolist() == [65504.0] * groups
 
 
-def test_metrics_tell_the_largest_since_the_line_before() -> None:
+def test_metrics_tell_the_largest_of_the_applied_steps_since_the_line_before() -> None:
     config = build("gpt2")[0]
     meter = Meter(config, ParallelContext(), {})
-    for step, logits in enumerate(([3.0, 9.0], [4.0, 1.0]), 1):
-        metrics = StepMetrics(2.0, 1.0, 64, False, False, False, 1e-3, largest_logits=logits)
-        meter.add(
-            replace(metrics, time_split={**metrics.time_split, "forward": 1.0}),
-            StepBatches(PlannedStep(step, 0, 8, skipped=False), [], 0),
-        )
-    line = meter.line(tokens=1, bad_steps=0)
-    assert line is not None
-    assert (line["max_attention_logit"], line["layer_attention_logit"]) == (9.0, {"0": 4.0, "1": 9.0})
+
+    def line_after(*steps: tuple[bool, list[float]]) -> dict[str, Any]:
+        """Of steps that are skipped, or not, with these logits."""
+        for step, (skipped, logits) in enumerate(steps, 1):
+            metrics = StepMetrics(2.0, 1.0, 64, skipped, False, False, 1e-3, largest_logits=logits)
+            meter.add(
+                replace(metrics, time_split={**metrics.time_split, "forward": 1.0}),
+                StepBatches(PlannedStep(step, 0, 8, skipped=False), [], 0),
+            )
+        line = meter.line(tokens=1, bad_steps=0)
+        assert line is not None
+        return line
+
+    bad = [torch.nan, 99.0]
+    for at in range(3):
+        steps = [(False, [3.0, 9.0]), (False, [4.0, 1.0])]
+        steps.insert(at, (True, bad))
+        line = line_after(*steps)
+        assert (line["max_attention_logit"], line["layer_attention_logit"]) == (9.0, {"0": 4.0, "1": 9.0}), at
+    assert "max_attention_logit" not in line_after((True, bad))
+
+
+def test_an_evaluation_computes_no_logits() -> None:
+    _, training, step = build("gpt2", qk_clip=1.5)
+    (chunk,), noted = training.chunks, training.chunks[0].largest_logits.values()
+    step._qk_clip.start_step()
+    with training.evaluating(), torch.no_grad():
+        training.executor.hidden(batches_of("gpt2")[0])
+    assert all(float(largest.max()) == -torch.inf for largest in noted)
+    chunk(batches_of("gpt2")[0])
+    assert all(bool(largest.isfinite().all()) for largest in noted), "a forward of training does"
 
 
 def test_what_cannot_be_clipped_is_refused() -> None:

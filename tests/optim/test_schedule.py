@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config.schema import LearningRateConfig
-from megalite.optim.schedule import learning_rate
+from megalite.optim.schedule import decay_factor, learning_rate
 
 PEAK = 1e-3
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
@@ -68,3 +68,14 @@ def test_every_schedule_rises_then_falls_within_its_bounds_and_ends_as_promised(
         assert values[-1] == lowest
     config = LearningRateConfig(schedule, warmup, lowest, decay)
     assert learning_rate(steps + 7, config, peak=PEAK, steps=steps) == values[-1]
+
+
+def test_weight_decay_is_constant_falls_towards_zero_or_follows_the_rate() -> None:
+    lrs = [PEAK / 2, PEAK, 0.7 * PEAK, 0.1 * PEAK, 0.1 * PEAK]  # the last one is beyond the run
+
+    def factors(schedule: str) -> list[float]:
+        return [decay_factor(step, schedule, lr=lr, peak=PEAK, steps=4) for step, lr in enumerate(lrs)]
+
+    assert factors("constant") == [1.0] * 5
+    assert factors("to_zero") == [1.0, 0.75, 0.5, 0.25, 0.25]
+    assert factors("with_lr") == pytest.approx([0.5, 1.0, 0.7, 0.1, 0.1], rel=1e-15)

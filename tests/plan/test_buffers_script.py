@@ -101,6 +101,10 @@ def test_owners_are_named(arguments: str, owners: str, capsys: pytest.CaptureFix
             ("model.num_layers=0", "optimizer.zero=2", "--dp", "2"),
             ("2 problems", "model.num_layers=0", "optimizer.zero=2"),
         ),
+        (
+            ("optimizer.groups=[{match:'*.routr.*',lr:0.1x},{match:'*norm*',weight_decay:0}]",),
+            ("1 problem", "optimizer.groups='*.routr.*': matches no parameter of the model"),
+        ),
         (("--rank", "2"), ("--rank=2: there are 2 ranks, counted from 0",)),
         (("--world-size", "4", "--dp", "2"), ("--dp: not allowed with argument --world-size",)),
     ],

@@ -7,7 +7,7 @@ import torch
 import torch.distributed._symmetric_memory as symmetric
 
 from megalite.config.derive import derive, derive_vocabulary
-from megalite.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, TrainConfig
+from megalite.config.schema import Config, DataConfig, MoEConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
@@ -30,6 +30,8 @@ DOCUMENTS, MOE = DataConfig(cross_document_attention=False), MoEConfig(num_exper
         (Config(model=small(), train=DETERMINISTIC), CUDA, False),
         (Config(model=small(), data=DOCUMENTS), CUDA, False),
         (Config(model=small(moe=MOE)), CUDA, False),
+        (Config(model=small(), optimizer=OptimizerConfig(qk_clip=100.0)), CUDA, False),
+        (Config(model=small(), train=TrainConfig(attention="flex")), CUDA, False),
         *((Config(model=small(**{name: 0.1})), CUDA, False) for name in ALL_DROPOUTS),
         (Config(model=small(dropout=0.1), train=TrainConfig(cuda_graph=True)), CUDA, True),
         (Config(model=small()), torch.device("cpu"), False),

@@ -12,9 +12,12 @@ from torch import Tensor
 import pretrain_gpt
 from megalite.commands import models
 from megalite.hf.saved_model import import_model, open_model
+from megalite.layout.ranks import GroupNeeds, ParallelLayout
 from megalite.model.parameters import gpt_parameters
 from megalite.train.saving import kind_of
+from tests.ranks import run_ranks
 from tests.train.runs import metrics, overrides
+from tests.train.test_resume import run_words
 
 EMA = "optimizer.ema_half_life_steps=2"
 SHORT = (
@@ -168,3 +171,11 @@ def test_a_run_that_ends_in_an_evaluation_saves_what_it_had(
     assert pretrain_gpt.main(overrides(folder, "ended", *SHORT, EMA)) == 2
     for kind in ("master", "ema"):
         assert_same_weights(saved(folder / "ended", 3, kind), saved(with_average, 3, kind))
+
+
+def test_a_stage_without_parameters_evaluates_twice_as_others_do(folder: Path) -> None:
+    stages = "parallel.pp=3", "parallel.pipeline_layout=Et||tL", "parallel.timeout_s=60"
+    words = overrides(folder, "empty", *SHORT, EMA, "train.steps=1", *stages)
+    layout, needs = ParallelLayout(pp=3), GroupNeeds(tied_embeddings=True)
+    assert run_ranks(run_words, 3, words, layout=layout, needs=needs, timeout=120) == [0] * 3
+    assert ["val_loss_ema" in line for line in evaluations(folder / "empty")] == [True]

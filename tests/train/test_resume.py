@@ -21,8 +21,9 @@ STEPS = 40
 
 
 def overrides(folder: Path, run: str, *extra: str) -> list[str]:
-    """With an average of the weights to carry on."""
-    return runs.overrides(folder, run, "optimizer.ema_half_life_steps=5", *extra)
+    """With an average of the weights to carry on, weight decay that changes, and rates that follow the width."""
+    settings = ("ema_half_life_steps=5", "weight_decay_schedule=to_zero")
+    return runs.overrides(folder, run, *(f"optimizer.{each}" for each in settings), "model.mup_base_width=32", *extra)
 
 
 @pytest.fixture(scope="module")
@@ -125,11 +126,11 @@ def test_another_optimizer_begins_its_state_anew_once(folder: Path, capsys: pyte
 
     matrices = [f"blocks.{layer}.mlp.down.weight" for layer in (0, 1)]
     assert anew not in train(2, "adamw")
-    assert f"{anew}: exp_avg, exp_avg_sq, optimizer of the checkpoint are dropped" in train(4, "muon")
+    assert f"{anew}: exp_avg, exp_avg_sq, step count of the checkpoint are dropped" in train(4, "muon")
     kinds = ("master", "ema", "momentum")  # the average of the weights goes on
     assert saved(4) == {"optimizer.step", *(f"{kind}.{name}" for kind in kinds for name in matrices)}
     assert anew not in train(6, "muon")
-    assert f"{anew}: exp_avg, exp_avg_sq, momentum, optimizer of the checkpoint are dropped" in train(8, "adamw")
+    assert f"{anew}: exp_avg, exp_avg_sq, momentum, step count of the checkpoint are dropped" in train(8, "adamw")
     assert not any(name.startswith("momentum.") for name in saved(8))
     words = overrides(folder, run.name, "train.steps=9", "optimizer=muon")
     with pytest.raises(UserError, match=r"started with optimizer\.name=adamw"):

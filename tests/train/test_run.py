@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 import megalite.data.batches as batches_module
 import megalite.train.loop as loop_module
@@ -31,6 +32,7 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.process import ProcessEnvironment
 from megalite.launch.watchdog import Watchdog
 from megalite.layout.ranks import ParallelLayout
+from megalite.optim.adamw import FlatAdamW
 from megalite.optim.schedule import learning_rate
 from megalite.train.history import RunLog, read_events, read_metrics
 from megalite.train.metrics import Meter, StepMetrics
@@ -166,6 +168,26 @@ def test_sequences_grow_in_the_middle_of_a_run(
     ]
     lr = longer.lr, longer.optimizer.lr, STEPS
     assert records[-1]["lr"] == learning_rate(STEPS - 1, lr[0], peak=lr[1], steps=lr[2])
+
+
+def test_weight_decay_falls_to_zero_over_the_steps_of_the_run_however_often_it_is_started(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, step = list[float](), FlatAdamW.step
+
+    def noted(self: FlatAdamW, lr: Tensor, **options: Any) -> None:
+        given.append(options["decay_factor"])
+        step(self, lr, **options)
+
+    monkeypatch.setattr(FlatAdamW, "step", noted)
+    config = config_for(text, tmp_path)
+    config.optimizer = replace(config.optimizer, weight_decay_schedule="to_zero")
+    with monkeypatch.context() as patch:
+        stop_after(5, patch)
+        assert start(config) == 0
+    assert len(given) < STEPS
+    assert start(config) == 0
+    assert given == [1 - step / STEPS for step in range(STEPS)]
 
 
 FP16 = {"precision": "fp16", "optimizer": OptimizerConfig(loss_scale_window=4, initial_loss_scale=2.0**12)}

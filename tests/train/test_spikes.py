@@ -240,6 +240,17 @@ def test_a_run_that_has_changed_its_optimizer_goes_back_to_no_state_of_it(
     assert state_bytes(tmp_path / "run", STEPS) == state_bytes(tmp_path / "by hand", STEPS)
 
 
+def test_samples_that_are_passed_over_are_those_of_longer_sequences(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Step 4 ends after 256 tokens: 16 samples of 16, or of 17 with the one that is begun."""
+    disturb([7, 8, 9], NOT_FINITE, monkeypatch)
+    assert start(config_for(text, tmp_path / "run", steps=4)) == 0
+    assert start(config_for(text, tmp_path / "run", rollback_after=3, seq_length=17)) == 0
+    [event] = [event for event in read_events(tmp_path / "run" / "events.jsonl") if event["kind"] == "rolled_back"]
+    assert event["message"].endswith("of step 4 on, steps 5 to 9, samples 16 to 35, are passed over")
+
+
 def test_a_damaged_checkpoint_is_passed_over_on_the_way_back(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

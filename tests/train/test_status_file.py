@@ -1,6 +1,7 @@
 """The status file says what became of a start, and a time limit ends one as a signal does."""
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from megalite.config.schema import Config
 from megalite.errors.problems import UserError
 from megalite.train import run as run_module
-from megalite.train.history import read_events
+from megalite.train.history import StatusFile, read_events
 from tests.train.test_run import STEPS, checkpoints, config_for, start, stop_after
 
 
@@ -56,6 +57,19 @@ def test_a_run_that_breaks_off_has_failed(text: Path, tmp_path: Path, monkeypatc
     with pytest.raises(ValueError, match="broken"):
         start(config_with_status(text, tmp_path))
     assert told(tmp_path)["state"] == "failed"
+
+
+def test_a_batch_script_that_says_when_its_job_began_learns_what_the_start_has_gained(tmp_path: Path) -> None:
+    for began in (None, int(time.time()) - 100):
+        status = StatusFile(str(tmp_path / "status"), str(tmp_path / "run"), 10, began)
+        status.write("running", 3)
+        status.write("stopped", 7)
+        found = told(tmp_path)
+        if began is None:
+            assert found == {"state": "stopped", "step": 7, "steps": 10}
+        else:
+            assert (found["gained"], round(found["start_up_s"], -1)) == (4, 100)
+            assert 0 <= found["step_s"] < 1
 
 
 def test_a_file_that_cannot_be_written_is_refused_before_training(text: Path, tmp_path: Path) -> None:

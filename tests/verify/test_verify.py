@@ -25,11 +25,13 @@ from megalite.commands.train import train_rank
 from megalite.config.compose import load_config
 from megalite.config.layout import layout_of, stage_settings
 from megalite.config.rules import check
-from megalite.config.schema import Config, OptimizerConfig
+from megalite.config.schema import Config, MuonConfig, OptimizerConfig
 from megalite.errors.problems import Problem, UserError, refuse
 from megalite.launch.context import ParallelContext
 from megalite.launch.process import ProcessEnvironment
 from megalite.layout.stages import stage_layers
+from megalite.model.scaling import growth
+from megalite.optim.groups import parameters_of_groups
 from megalite.train import run
 from megalite.train.history import METRICS
 from megalite.verify.shrink import MOST_RANKS, load, shrink, vocabulary_of
@@ -180,6 +182,10 @@ def test_a_rank_that_cannot_finish_is_named(
         (["--dp=0"], ["--dp: 0 must be a whole number from 1"]),
         (["--world-size=1"], ["world size=1: one process is what layouts are compared to"]),
         (["--dp=3"], ["train.global_batch_size=8: not a multiple of 3"]),
+        (
+            ["optimizer.groups=[{match: '*.routr.*', lr: 0.1x}, {match: 'blocks.3.*', lr: 0.1x}]"],
+            ["optimizer.groups='*.routr.*': matches no parameter"],
+        ),
         (["parallel.tp=0", "--dp=2", "model.hidden_size=x"], ["parallel.tp=0", "model.hidden_size='x'"]),
     ],
 )
@@ -245,6 +251,7 @@ def features(config: Config, world_size: int) -> dict[str, Any]:
         "shared key-value heads": kv_heads < tp,
         "padded vocabulary": rows > vocabulary,
         "uneven rows": rows % tp > 0,
+        "width and depth of a base": [size != 1 for size in growth(model)],
         "width of the heads": np.sign(model.num_attention_heads * head_size - model.hidden_size),
         "layers": model.num_layers > 1 or axes.pp > 1,
         "accumulation": microbatches > 1 or microbatches < axes.pp,  # fewer than two ranks is one
@@ -281,6 +288,8 @@ ASKED: list[tuple[int, str]] = [
     (2, "model.vocab_size=5003 model.vocab_multiple=7 parallel.tp=2"),
     (2, "parallel.tp=2 parallel.sequence_parallel=false train.seq_length=255"),
     (2, "model.hidden_size=512 model.head_size=32 train.micro_batch_size=1"),
+    (2, "model.mup_base_width=64 model.mup_base_layers=2 parallel.tp=2"),
+    (64, "model=llama3_8b parallel.tp=16 model.mup_base_width=1024 model.mup_base_layers=8"),
     (2, "model.hidden_size=64 model.head_size=32 optimizer.clip_grad=0"),
     (3, f"parallel.tp=3 model.ffn_hidden_size=636 {ODD}"),
     (12, f"parallel.tp=6 model.ffn_hidden_size=600 {ODD}"),
@@ -327,6 +336,16 @@ def test_shrinking_keeps_every_feature(world_size: int, words: str) -> None:
     assert small.model.hidden_size <= 16 * config.model.num_attention_heads
 
 
+def test_groups_of_layers_that_are_left_out_are_too() -> None:
+    """Others stay, in their order; a group that matches nothing in the user's model was refused before."""
+    groups = [{"match": f"blocks.{layer}.*", "lr": f"0.{layer + 1}x"} for layer in (3, 0, 1)]
+    config, world = load([f"optimizer.groups={groups}", "parallel.tp=2"], None, None)
+    assert [len(records) > 0 for records in parameters_of_groups(config)] == [True] * 3
+    small, _, alone = shrink(config, world)
+    assert small.model.num_layers == 2
+    assert small.optimizer.groups == alone.optimizer.groups == groups[1:]
+
+
 # --- comparing -----------------------------------------------------------------------------------------------------
 
 
@@ -340,6 +359,8 @@ def write_run(folder: Path, *, norm: float = 0.4, weight: float = 1.0, moment: f
         "master.final_norm.bias": torch.tensor([1.0, weight], dtype=torch.float64),
         "exp_avg.blocks.0.mlp.up.weight": torch.ones(6, 2, dtype=torch.float64),
         "exp_avg.final_norm.bias": torch.tensor([1e-3, moment], dtype=torch.float64),
+        "momentum.blocks.0.attention.out.weight": torch.full((2, 2), 0.5, dtype=torch.float64),
+        "exp_avg_sq.final_norm.bias": torch.full((2,), 9e9, dtype=torch.float64),
     }
     checkpoints = folder / CHECKPOINTS
     checkpoints.mkdir()
@@ -365,6 +386,14 @@ def test_each_kind_of_difference_is_found_where_it_is_however_small_the_tensor(
     runs = write_run(tmp_path / "layout", **off), write_run(tmp_path / "single")
     rows = compare(*runs, OptimizerConfig())
     assert {row.what: row.where for row in rows if row.excess > 1} == failed
+
+
+def test_gradients_are_those_before_clipping_and_before_the_moments_took_their_shares(tmp_path: Path) -> None:
+    runs = write_run(tmp_path / "layout"), write_run(tmp_path / "single")
+    settings = OptimizerConfig(betas=[0.75, 0.95], clip_grad=0.1, muon=MuonConfig(momentum=0.875))  # norm 0.4: 4 times
+    scales = {row.what: row.scale for row in compare(*runs, settings) if row.what.startswith("gradients")}
+    wanted = {"mlp": 4 * 1.0 / 0.25, "norms": 4 * 1e-3 / 0.25, "attention": 4 * 0.5 / 0.125}
+    assert scales == pytest.approx({f"gradients: {part}": scale for part, scale in wanted.items()}, rel=1e-12)
 
 
 # --- as a user -----------------------------------------------------------------------------------------------------
