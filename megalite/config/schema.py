@@ -298,6 +298,7 @@ class LogConfig:
     wandb_entity: str | None = setting(None, "user or team that the project belongs to; null: the key's own")
     wandb_name: str | None = setting(None, "name of the run there; null: run_name")
     tensorboard: bool = setting(False, "event files for TensorBoard in the run folder's tensorboard/")
+    update_sizes: bool = setting(False, "sizes of updates and weights by layer and group in each line of metrics.jsonl")
     report_interval_s: float = setting(30.0, "least seconds between two report.html; 0: only at the end", at_least=0)
 
 

@@ -239,6 +239,7 @@ def test_cautious_steps_in_fp64_are_the_definition(device: str) -> None:
     for step in range(20):
         for kept, new in zip(optimizer.gradients, normal(step, torch.float64), strict=True):
             kept.copy_(new * 3)
+            kept[::7] = 0.0  # as rows of an embedding whose tokens a step lacks: first moments are not zero
         expected = expected_step(optimizer, lr, 1.7, decay_factor=0.5, cautious=True)
         step_with(optimizer, lr, 1.7, False, device, 0.5)
         for tensors, wanted in zip(moving(optimizer), expected, strict=True):
