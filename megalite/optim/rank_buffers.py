@@ -61,17 +61,25 @@ def rank_buffers(config: Config, world: ParallelLayout, rank: int) -> RankBuffer
 
 def records_of(config: Config, pp_rank: int) -> list[ParameterRecord]:
     """The records of what one pipeline rank holds, chunk by chunk."""
+    records, stages = records_of_model(config), stages_of(stage_settings(config), pp_rank)
+    return [record for stage in stages for record in records if is_held(record, stage)]
+
+
+def records_of_model(config: Config) -> list[ParameterRecord]:
+    """All parameters; `stacked` are those that are matrices to the optimizer."""
     records = gpt_parameters(config.model, sequence_parallel=bool(config.parallel.sequence_parallel))
-    stages = stages_of(stage_settings(config), pp_rank)
-    held = [record for stage in stages for record in records if is_held(record, stage)]
-    if config.optimizer.name == "muon":  # AdamW's are vectors, and the router (in the masters' precision) if asked for
+    if config.optimizer.name == "muon":
         routers = config.optimizer.muon.router
-        vectors = [min(prod(one.shape[one.stacked or 0 : -1]), one.shape[-1]) < 2 for one in held]
-        others = [
-            vector or (one.precision == "master" and not routers) for one, vector in zip(held, vectors, strict=True)
-        ]
-        held = [replace(one, stacked=None) if other else one for one, other in zip(held, others, strict=True)]
-    return held
+        records = [one if _is_matrix(one, routers=routers) else replace(one, stacked=None) for one in records]
+    return records
+
+
+def _is_matrix(record: ParameterRecord, *, routers: bool) -> bool:
+    """Whether Muon has the parameter: no vector, and a router, in the masters' precision, only with `routers`."""
+    if record.stacked is None:
+        return False
+    *rows, columns = record.shape[record.stacked :]
+    return min(prod(rows), columns) >= 2 and (routers or record.precision == "model")
 
 
 def replica_groups(kind: Kind, *, zero: bool, instances: int) -> tuple[str | None, str | None]:

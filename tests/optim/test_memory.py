@@ -294,8 +294,8 @@ def test_an_update_by_muon_works_on_a_stack_at_a_time(tp: int, optimizer: dict[s
 
 
 def gradients_copied_for_the_norm(context: ParallelContext, config: Config) -> Taken:
-    norm = step_module.gradient_norm
-    step_module.gradient_norm = lambda parts: norm([part.clone() for part in parts])
+    norm = step_module.norm_of
+    step_module.norm_of = lambda parts: norm([part.clone() for part in parts])
     return take(context, config)
 
 
