@@ -1,6 +1,7 @@
 """Muon against its definition in fp64, block by block, and its promises about steps and experts that are left out."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod, sqrt
 from typing import Any
 
@@ -16,7 +17,7 @@ from megalite.optim import matrix_stacks
 from megalite.optim import muon as muon_module
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.optimizer import Optimizer, make_optimizer
-from megalite.optim.rank_buffers import rank_buffers
+from megalite.optim.rank_buffers import rank_buffers, records_of_model
 from megalite.tensor_parallel.collectives import TensorGroup, start_all_to_all
 from tests.config.refusal import refusal, settings
 from tests.model.small import GPT2_LIKE, LLAMA_LIKE
@@ -287,11 +288,11 @@ def test_a_bucket_has_momentum_or_moments_and_a_step_tells_before_it_changes_the
 
 def work_of_a_step(context: ParallelContext, model: str) -> tuple[int, int, int]:
     """Floating-point operations, bytes sent to other ranks, and exchanges of a step of Muon on one rank."""
-    _, optimizer = build(model, context=context)
+    _, optimizer = build(model, context=context, router=False)
     sent: list[int] = []
 
     def counted(x: Tensor, sends: list[int], receives: list[int], group: TensorGroup) -> Tensor:
-        sent.append(x.element_size() * (sum(sends) - sends[context.coordinates["tp"]]))
+        sent.append(x.element_size() * (sum(sends) - sends[group.index]))
         return start_all_to_all(x, sends, receives, group)
 
     matrix_stacks.start_all_to_all = counted
@@ -300,22 +301,45 @@ def work_of_a_step(context: ParallelContext, model: str) -> tuple[int, int, int]
     return counter.get_total_flops(), sum(sent), len(sent)
 
 
-@pytest.mark.parametrize(("layout", "exchanges"), [(ParallelLayout(dp=2), 0), (ParallelLayout(tp=2, dp=2), 2)])
-def test_a_step_of_all_ranks_costs_what_the_page_says(layout: ParallelLayout, exchanges: int) -> None:
-    buffers, _ = build("llama")
-    sides, elements = [], 0
+@pytest.mark.parametrize(
+    ("model", "layout", "exchanges"),
+    [
+        ("llama", ParallelLayout(dp=2), 0),
+        ("llama", ParallelLayout(tp=2, dp=2), 2),
+        ("moe", ParallelLayout(tp=2, dp=2, ep=2, etp=1), 2),
+        ("moe", ParallelLayout(tp=2, dp=2, ep=2, etp=2), 4),
+    ],
+)
+def test_a_step_of_all_ranks_costs_what_the_page_says(model: str, layout: ParallelLayout, exchanges: int) -> None:
+    buffers, _ = build(model)
+    operations, bytes_, work = 0, 0, 0
     for name, (slot, _) in buffers.places.items():
-        matrices = matrices_of(name, slot.record.shape, "projection") if is_matrix(name) else []
-        sides += [sorted(each.shape) for each in matrices]
-        elements += sum(each.numel() for each in matrices)
-    found = run_ranks(work_of_a_step, layout.world_size, "llama", layout=layout, dtype=torch.float64)
-    assert sum(flops for flops, _, _ in found) == sum(5 * (4 * m * m * n + 2 * m**3) for m, n in sides)
-    records = [slot.record for slot, _ in buffers.places.values() if is_matrix(slot.record.name)]
-    assert sum(5 * record.work * prod(record.shape[: record.stacked]) for record in records) == sum(
-        flops for flops, _, _ in found
-    )
-    assert sum(sent for _, sent, _ in found) == 2 * 8 * elements * (layout.tp - 1) // layout.tp
+        matrices = matrices_of(name, slot.record.shape, "projection") if is_matrix(name, router=False) else []
+        operations += sum(4 * m * m * n + 2 * m**3 for m, n in (sorted(each.shape) for each in matrices))
+        ranks = layout.etp or 1 if slot.record.of_experts else layout.tp
+        bytes_ += 2 * 8 * sum(each.numel() for each in matrices) * (ranks - 1) // ranks
+        work += slot.record.work * prod(slot.record.shape[: slot.record.stacked]) if matrices else 0
+    found = run_ranks(work_of_a_step, layout.world_size, model, layout=layout, dtype=torch.float64)
+    assert sum(flops for flops, _, _ in found) == 5 * operations == 5 * work
+    assert sum(sent for _, sent, _ in found) == bytes_
     assert {count for _, _, count in found} == {exchanges}
+
+
+@pytest.mark.parametrize(
+    ("model", "vectors"),
+    [
+        ({**GPT2_LIKE, "ffn_hidden_size": 1}, {"mlp.up", "mlp.down"}),
+        ({"moe": replace(MOE, num_experts=1, top_k=1)}, {"moe.router"}),
+        ({"moe": replace(MOE, ffn_hidden_size=1, num_shared_experts=0)}, {"moe.experts.gate_up", "moe.experts.down"}),
+    ],
+)
+def test_what_has_a_side_of_one_is_adamws(model: dict[str, Any], vectors: set[str]) -> None:
+    config = small_config(model={**SIZES, **model}, optimizer={"name": "muon"})
+    records = [record for record in records_of_model(config) if is_matrix(record.name)]
+    assert {
+        record.name.split(".", 2)[2].removesuffix(".weight") for record in records if record.stacked is None
+    } == vectors
+    assert all(record.stacked is None for record in records_of_model(config) if not is_matrix(record.name))
 
 
 MUON = "optimizer.name=muon"
@@ -327,6 +351,12 @@ MUON = "optimizer.name=muon"
         (f"{MUON} optimizer.ownership=even", "optimizer.ownership", "whole matrices", "optimizer.ownership=whole"),
         ("optimizer.muon.momentum=0.9", "optimizer.muon.momentum", "no effect", MUON),
         ("optimizer.muon.router=false model.moe.num_experts=4", "optimizer.muon.router", "no effect", MUON),
+        (
+            f"{MUON} model.hidden_size=1 model.num_attention_heads=1 model.position=learned",
+            "optimizer.name",
+            "no matrix",
+            "adamw",
+        ),
         (f"{MUON} optimizer.muon.momentum=1", "optimizer.muon.momentum", "below 1", "momentum=0.95"),
         (f"{MUON} optimizer.muon.steps=0", "optimizer.muon.steps", "at least 1", "steps="),
         (f"{MUON} optimizer.muon.scale=spectral", "optimizer.muon.scale", "unknown choice", "match_adamw"),
