@@ -37,7 +37,7 @@ def powers(printed: str) -> dict[str, dict[str, float]]:
     return found
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.long)])
 def test_activations_keep_their_size_with_mup_and_grow_without(
     words: list[str], optimizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -55,14 +55,14 @@ def test_activations_keep_their_size_with_mup_and_grow_without(
     assert ">logits, without<" in picture.read_text()
 
 
-@pytest.mark.parametrize("role", ["hidden", "residual", "output"])
+@pytest.mark.parametrize(("role", "field"), [("hidden", "rate"), ("residual", "rate"), ("output", "start")])
 def test_a_wrong_factor_is_seen(
-    words: list[str], role: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str], role: Any, field: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A rate that does not follow the width ends in a status that scripts see."""
+    """What does not follow the width ends in a status that scripts see."""
     right = scaling.TABLE[role]
-    monkeypatch.setitem(scaling.TABLE, role, lambda width, depth: right(width, depth)._replace(rate=1.0))
-    assert coordinates([*words, "--widths", ",".join(map(str, WIDTHS))]) == 1
+    monkeypatch.setitem(scaling.TABLE, role, lambda width, depth: right(width, depth)._replace(**{field: 1.0}))
+    assert coordinates([*words, "--widths", "32,64,128"]) == 1
     assert "with muP: activations do not keep their size" in capsys.readouterr().out
 
 
