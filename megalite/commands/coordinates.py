@@ -4,6 +4,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from math import gcd
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -91,7 +92,14 @@ def _plan(widths: Sequence[int], steps: int, overrides: Sequence[str], *, scaled
         uneven = next((name for name, size in growing.items() if size * width % shape.hidden_size), None)
         if uneven is not None:
             rule = f"{uneven}={growing[uneven]} of {shape.hidden_size} is no whole number there"
-            problems.append(Problem("--widths", width, rule, f"multiples of {shape.hidden_size // growing[uneven]}"))
+            problems.append(
+                Problem(
+                    "--widths",
+                    width,
+                    rule,
+                    f"multiples of {shape.hidden_size // gcd(shape.hidden_size, growing[uneven])}",
+                )
+            )
             continue
         sizes = {name: size * width // shape.hidden_size for name, size in growing.items()}
         sizes |= {WIDTH: width, BASE: base, LAYERS: layers, "train.steps": steps}
