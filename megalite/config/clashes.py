@@ -46,6 +46,7 @@ CLASHES: list[tuple[str, Values, str, Values, str]] = [
     ("gradient_dtype", {"bf16"}, "precision", NOT_BF16, "does not go with {1}"),
     ("communication_dtype", {"bf16"}, "precision", {"fp64"}, "does not go with {1}"),
     ("moment_dtype", {"bf16"}, "precision", {"fp64"}, "does not go with {1}"),
+    ("cautious", {True}, "optimizer.name", {"muon"}, "masks updates of AdamW, and does not go with {1}"),
     ("muon.dtype", bool, "precision", {"fp64"}, f"{NO_EFFECT}, in which products are fp64, too"),
     ("ownership", {"even"}, "optimizer.name", {"muon"}, "{1} updates whole matrices"),
     ("qk_clip", bool, "qk_norm", {True}, "with {1} norms bound the logits, and rows of weights have no effect on them"),

@@ -44,8 +44,7 @@ TRAINING = {
 # Settings of later versions, whose defaults leave the names of older runs as they are.
 LATER_ONES = (
     *("optimizer.name", "optimizer.groups", "optimizer.ema_", "optimizer.muon.", "optimizer.qk_clip"),
-    "model.mup_base_",
-    "optimizer.weight_decay_schedule",
+    *("model.mup_base_", "optimizer.weight_decay_schedule", "optimizer.cautious", "lr.table"),
 )
 LATER = {name for name in SETTINGS if name.startswith(LATER_ONES)}
 

@@ -209,6 +209,8 @@ def _single(kind: Any, value: Any) -> Any:
     if kind is bool and (word := str(value).lower()) in (*YES, *NO):
         return word in YES
     others: dict[Any, tuple[type, ...]] = {bool: (object,), int: (bool, float), float: (bool,)}
+    if typing.get_origin(kind) is list and isinstance(value, list):
+        return [_single(typing.get_args(kind)[0], one) for one in value]
     if typing.get_origin(kind) is dict and isinstance(value, dict):
         return {key: float(one) if type(one) is int else one for key, one in value.items()}
     if value is None or isinstance(value, (list, dict, *others.get(kind, ()))) or typing.get_origin(kind):

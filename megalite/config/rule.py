@@ -22,6 +22,7 @@ from typing import Any
 from megalite.config.clashes import full_name
 from megalite.config.derive import derive_sizes
 from megalite.config.groups import flaws_of_groups
+from megalite.config.lr_table import flaws_of_table
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, Setting, value_of, with_values, yaml_value
 from megalite.errors.problems import Problem, rounded
@@ -46,6 +47,7 @@ LARGEST_DIVISOR = 1 << 12
 
 # What is wrong with values of these settings, in words, and one that works.
 SHAPES: dict[str, tuple[Callable[[Any], list[str]], str]] = {
+    "lr.table": (flaws_of_table, "[[0,0.1],[0.05,1],[1,0]]"),
     "optimizer.groups": (flaws_of_groups, "[{match: '*.attention.*', lr: 0.1x, weight_decay: 0}]"),
 }
 

@@ -15,7 +15,7 @@ from megalite.config import layout
 from megalite.config.clashes import NO_EFFECT, clashes, full_name
 from megalite.config.derive import NAME, schedule_request
 from megalite.config.machine_rules import MACHINE_RULES
-from megalite.config.rule import Case, Found, Rule, broken, outside, problems_of, routes, speaks_of
+from megalite.config.rule import SHAPES, Case, Found, Rule, broken, outside, problems_of, routes, speaks_of
 from megalite.config.schedule_request import CHUNKED, ScheduleRequest
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS
@@ -28,7 +28,7 @@ BLOCK = 16  # tokens: the shortest piece of a ring's sequence that fills the row
 ROUNDED = [one for one in SETTINGS.values() if one.kind in (float, list[float]) and one.group != "data"]
 MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 
-# A switch, the value of it that is needed (or a larger number), and settings that have no effect without it.
+# A switch, the value of it that is needed (or a larger number, or one of a set), and settings of no effect without it.
 Inert = tuple[str, Any, str]
 EXPERTS = "model.moe.num_experts"
 INERT: list[Inert] = [
@@ -45,6 +45,7 @@ INERT: list[Inert] = [
     ("score", "softmax", "pre_softmax"),
     ("optimizer.name", "muon", " ".join(name for name in SETTINGS if name.startswith("optimizer.muon."))),
     ("optimizer.muon.scale", "match_adamw", "rms"),
+    ("lr.schedule", "table", "lr.table"),
     ("precision", "fp16", "initial_loss_scale min_loss_scale loss_scale_window hysteresis"),
 ]
 # The same where the command itself gives the settings: what a preset or a recipe says besides may stay unused.
@@ -54,6 +55,7 @@ OF_EXPERTS: list[Inert] = [(EXPERTS, 1, " ".join({name for name in SETTINGS if "
 UNUSED: list[Inert] = [
     ("tokenizer", "bpe", "bpe_vocab_size"),
     ("lr.schedule", "wsd", "decay_steps"),
+    ("lr.schedule", {"constant", "linear", "cosine", "wsd"}, "warmup_steps min_lr"),
     ("position", "rope", "rope_theta"),
     ("position", "learned", "max_positions"),
     ("sample_tokens", 1, "sample_interval sample_prompts"),
@@ -80,6 +82,7 @@ def without_effect(case: Case, table: list[Inert], given: Collection[str] = SETT
     for switch, needed, names in table:
         value = case.value(full_name(switch))
         on = value == needed or (isinstance(needed, int) and value > needed)
+        on = on or (isinstance(needed, set) and value in needed)
         for name in map(full_name, () if on else names.split()):
             idle = name in given and case.given(name) not in (SETTINGS[name].default, [])
             yield idle, f"{name} {switch}", NO_EFFECT
@@ -187,6 +190,8 @@ def steps_are_steps_of_the_run(case: Case) -> Iterator[Found]:
     train, lr = case.config.train, case.config.lr
     warmup, idle = lr.warmup_steps or 0, {*train.profile_steps} & {*train.skip_steps}
     late = lr.schedule == "wsd" and warmup <= train.steps < warmup + (lr.decay_steps or 0)
+    bare = lr.schedule == "table" and not lr.table
+    yield bare, "lr.table lr.schedule", f"must be given with {{1}}, like {SHAPES['lr.table'][1]}"
     yield late, "decay_steps warmup_steps train.steps", "with {1} it is longer than the run, {2}"
     for name, listed in (("skip_steps", train.skip_steps), ("profile_steps", train.profile_steps)):
         beyond = [step for step in listed if not 1 <= step <= train.steps]

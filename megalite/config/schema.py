@@ -223,6 +223,7 @@ class OptimizerConfig:
     weight_decay_schedule: str = setting(
         "constant", "how it changes over the steps (docs/optimizer.md)", choices="constant|to_zero|with_lr"
     )
+    cautious: bool = setting(False, "elements whose first moment and gradient differ in sign are not updated")
     betas: list[float] = setting([0.9, 0.95], "decay rates of the first and second moment", at_least=0, below=1)
     eps: float = setting(1e-8, "added to the root of the second moment", above=0)
     clip_grad: float = setting(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
@@ -252,10 +253,11 @@ class OptimizerConfig:
 class LearningRateConfig:
     """Learning rate over the steps: a linear warm-up to optimizer.lr, then the schedule."""
 
-    schedule: str = setting("cosine", "shape after the warm-up", choices="constant|linear|cosine|wsd")
+    schedule: str = setting("cosine", "shape after the warm-up", choices="constant|linear|cosine|wsd|table")
     warmup_steps: int = setting(None, "steps of linear warm-up; null: min(100, train.steps / 10)", at_least=0)
     min_lr: float = setting(None, "learning rate at the last step; null: a tenth of optimizer.lr", at_least=0)
     decay_steps: int = setting(None, "wsd: steps of the final decay; null: a fifth of train.steps", at_least=0)
+    table: list[list[float]] = setting([], "table: [share of the steps, factor of optimizer.lr] each, warm-up included")
 
 
 @dataclass
@@ -296,6 +298,7 @@ class LogConfig:
     wandb_entity: str | None = setting(None, "user or team that the project belongs to; null: the key's own")
     wandb_name: str | None = setting(None, "name of the run there; null: run_name")
     tensorboard: bool = setting(False, "event files for TensorBoard in the run folder's tensorboard/")
+    update_sizes: bool = setting(False, "sizes of updates and weights by layer and group in each line of metrics.jsonl")
     report_interval_s: float = setting(30.0, "least seconds between two report.html; 0: only at the end", at_least=0)
 
 

@@ -25,6 +25,7 @@ TYPE_WORDS = {
     str: "text",
     list[int]: "a list of whole numbers",
     list[float]: "a list of numbers",
+    list[list[float]]: "a list of lists of numbers",
     list[str]: "a list of words",
     list[dict[str, Any]]: "a list of groups",
     Any: "text or a list of it",

@@ -107,6 +107,11 @@ class RunData:
         known = [f"time_split/{part}" for part in STEP_PARTS if "time_split" in record]  # older runs know no exchange
         for name, value in (dict.fromkeys(known, 0.0) | flat_values(record)).items():
             self.series[name].add(step, value)
+        for kind in ("", "group_"):
+            weights = record.get(f"{kind}weight_rms", {})
+            for name, update in record.get(f"{kind}update_rms", {}).items():
+                if weight := weights.get(name):
+                    self.series[f"{kind}relative_update/{name}"].add(step, update / weight)
         if "val_loss" in record:
             self.evaluation = dict(record)
             self.best = min(self.best, (record["val_loss"], step))  # no nan is less
@@ -154,8 +159,9 @@ class RunData:
 def flat_values(record: Mapping[str, Any]) -> dict[str, Any]:
     """The known numbers of a record of metrics by name, but the step. Nested ones get names like `time_split/forward`,
     which trackers show as groups."""
-    known = {} if "kind" in record else {name: it for name, it in leaves(record).items() if name != "step"}
-    return {name.replace(".", "/"): value for name, value in known.items() if isinstance(value, int | float)}
+    named = {} if "kind" in record else {name: it for name, it in leaves(record).items() if name != "step"}
+    known = {name: value for name, value in named.items() if isinstance(value, int | float)}
+    return {name.replace("'", "").replace(".", "/"): value for name, value in known.items()}  # a pattern is quoted
 
 
 def read_run(folder: Path) -> RunData:

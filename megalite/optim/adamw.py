@@ -10,6 +10,9 @@ has two forms of the same update:
   parameters too: with fp32 gradients and moments and bf16 parameters 30 bytes per parameter instead of 38.
 
 Learning rate, clipping and the decision to skip a step arrive as device tensors, so that nothing waits for the device.
+With optimizer.cautious an element is decayed, but not updated, unless first moment and gradient have the same sign
+(Liang et al. 2024, arXiv 2411.16085, without its division by the share of such elements in a tensor, a sum over ranks).
+
 The second moment is as wide as the masters: at a beta2 of 0.999 it shrinks by at most 0.1 % a step, less than half a
 spacing of bf16 (up to 0.8 %), so in bf16 it would almost never decrease.
 """
@@ -48,6 +51,7 @@ class FlatAdamW:
     ) -> None:
         self.masters, self.gradients = buffers.masters, buffers.gradients
         self._dtype, self._betas, self._eps = buffers.master_dtype, settings.betas, settings.eps
+        self._cautious = settings.cautious
         sizes = [0 if bucket in without else len(master) for bucket, master in enumerate(self.masters)]
         first_moment = dtype_of(settings.moment_dtype, self._dtype)
         self.exp_avg = list(torch.zeros(sum(sizes), dtype=first_moment, device=buffers.device).split(sizes))
@@ -82,29 +86,36 @@ class FlatAdamW:
             exp_avg = kept
             if self._widened:  # into copies in the masters' dtype; a skipped step rounds them back to the same bits
                 gradients, exp_avg = ([tensor.to(self._dtype) for tensor in each] for each in (gradients, kept))
+            rate, decay = lr if rule.factor == 1 else lr * rule.factor, rule.decay * decay_factor
+            decayed = list[Tensor]()
+            if self._cautious:  # what masters are without an update; in a skipped step as they were
+                kept_share = 1.0 - rate * decay * (1.0 - skip)
+                decayed = [master * kept_share for master in masters]
             if exact:  # the kernel would round the scale to fp32
                 torch._foreach_div_(gradients, scale)
             torch._fused_adamw_(
                 *(masters, gradients, exp_avg, exp_avg_sq, []),
                 [self.step_count] * len(masters),  # only read: one count serves all
-                lr=lr if rule.factor == 1 else lr * rule.factor,
+                lr=rate,
                 beta1=self._betas[0],
                 beta2=self._betas[1],
-                weight_decay=rule.decay * decay_factor,
+                weight_decay=decay,
                 eps=self._eps * rule.eps,
                 amsgrad=False,
                 maximize=False,
                 grad_scale=None if exact else scale,
                 found_inf=skip,
             )
+            for updated, mean, gradient, other in zip(masters, exp_avg, gradients, decayed, strict=self._cautious):
+                torch.lerp(other, updated, _agreement(mean, gradient), out=updated)  # one of the two, exactly
             if exp_avg[0] is not kept[0]:
                 torch._foreach_copy_(kept, exp_avg)
 
     def _views_of(self, runs: Sequence[SliceRange]) -> Iterator[list[list[Tensor]]]:
-        """Masters, gradients and moments of one group, for one kernel call; or, to be widened, a piece at a time."""
+        """Masters, gradients and moments of one group, for one kernel call; a piece at a time where it makes copies."""
         size = CUDA_PIECE if self.step_count.is_cuda else PIECE
         calls = [runs] if runs else []
-        if self._widened:
+        if self._widened or self._cautious:
             calls = [
                 [SliceRange(run.bucket, start, min(start + size, run.stop))]
                 for run in runs
@@ -120,7 +131,7 @@ class FlatAdamW:
         numbers = torch.stack([lr.double() * decay_factor, step_size, root, scale.double(), skip.double()])
         numbers = numbers.to(self._dtype)  # [5]: kernels read numbers of their own dtype
         for tensors in self._rows:
-            _compiled_update()(*tensors, numbers, self._constants)
+            _compiled_update()(*tensors, numbers, self._constants, self._cautious)
 
     def _rows_of(self, parameters: Sequence[Tensor], groups: Groups) -> Iterator[tuple[Tensor | None, ...]]:
         """The first arguments of `_update_rows` for each bucket. Padding, which lies in no run, has no decay."""
@@ -155,6 +166,7 @@ def _update_rows(
     eps_factor: Tensor | None,
     numbers: Tensor,
     constants: Tensor,
+    cautious: bool,
 ) -> None:
     """[n] each, factors of rate and eps and decay [n / ALIGNMENT, 1], numbers [5] and constants [5] as unpacked here:
     step_size = lr / (1 - first^t) and root = 1 / sqrt(1 - second^t). `lr` has the schedule of weight decay."""
@@ -169,10 +181,19 @@ def _update_rows(
     rate, size = (lr, step_size) if factor is None else (lr * factor, step_size * factor)
     kept = master.view(rows) * (1.0 - rate * decay)
     divisor = (square.sqrt() * root).view(rows) + (eps if eps_factor is None else eps * eps_factor)
-    moved = kept - size * (mean.view(rows) / divisor)
+    update = mean.view(rows) / divisor
+    if cautious:
+        update = update * _agreement(mean, divided).view(rows)
+    moved = kept - size * update
     updated = torch.where(applied, moved.view(-1), master)
     exp_avg.copy_(torch.where(applied, mean.to(exp_avg.dtype), exp_avg))
     exp_avg_sq.copy_(torch.where(applied, square, exp_avg_sq))
     if parameter is not None:
         parameter.copy_(updated)
     master.copy_(updated)
+
+
+def _agreement(mean: Tensor, gradient: Tensor) -> Tensor:
+    """1 where both have the same sign, else 0. A product of small numbers would be rounded to zero, and a choice by a
+    mask takes a CPU five times as long."""
+    return mean.sign().mul_(gradient.sign()).clamp_(min=0)

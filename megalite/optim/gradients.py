@@ -76,7 +76,7 @@ def owned_for_norm(
     return [part for part in parts if len(part)]
 
 
-def gradient_norm(parts: Sequence[Tensor]) -> Tensor:
+def norm_of(parts: Sequence[Tensor]) -> Tensor:
     """The L2 norm of all elements of the (flat) parts together, 0-d fp64; there is at least one part.
 
     torch's CPU kernel adds all squares in a few fp32 sums, which loses 2 % of the norm at 124 million elements: rows of

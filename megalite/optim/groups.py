@@ -41,6 +41,23 @@ def update_rules(records: Iterable[ParameterRecord], config: Config) -> dict[str
     return found
 
 
+def group_names(records: Iterable[ParameterRecord], config: Config) -> dict[str, str]:
+    """What metrics call the group of each parameter, by its name: the pattern that it fits, or how it is updated."""
+    settings = config.optimizer
+
+    def kind_of(record: ParameterRecord) -> str:
+        if not record.decay:
+            return "norms_and_biases"
+        if not isinstance(record.place, int):
+            return "embedding_and_head"
+        return "muon_matrices" if settings.name == "muon" and record.stacked is not None else "adamw_matrices"
+
+    def pattern_of(record: ParameterRecord) -> str | None:
+        return next((one["match"] for one in settings.groups if fnmatchcase(record.name, one["match"])), None)
+
+    return {record.name: pattern_of(record) or kind_of(record) for record in records}
+
+
 def parameters_of_groups(config: Config) -> list[list[ParameterRecord]]:
     """The parameters of each group in the whole model, whose vocabulary need not be known yet."""
     model = replace(config.model, vocab_size=config.model.vocab_size or 1)

@@ -59,17 +59,21 @@ def rank_buffers(config: Config, world: ParallelLayout, rank: int) -> RankBuffer
 
 def records_of(config: Config, pp_rank: int) -> list[ParameterRecord]:
     """The records of what one pipeline rank holds, chunk by chunk."""
+    records, stages = records_of_model(config), stages_of(stage_settings(config), pp_rank)
+    return [record for stage in stages for record in records if is_held(record, stage)]
+
+
+def records_of_model(config: Config) -> list[ParameterRecord]:
+    """All parameters; `stacked` are those that are matrices to the optimizer."""
     records = gpt_parameters(config.model, sequence_parallel=bool(config.parallel.sequence_parallel))
-    stages = stages_of(stage_settings(config), pp_rank)
-    held = [record for stage in stages for record in records if is_held(record, stage)]
     if config.optimizer.name == "muon":  # AdamW's are vectors, and the router (in the masters' precision) if asked for
         routers = config.optimizer.muon.router
-        vectors = [min(prod(one.shape[one.stacked or 0 : -1]), one.shape[-1]) < 2 for one in held]
+        vectors = [min(prod(one.shape[one.stacked or 0 : -1]), one.shape[-1]) < 2 for one in records]
         others = [
-            vector or (one.precision == "master" and not routers) for one, vector in zip(held, vectors, strict=True)
+            vector or (one.precision == "master" and not routers) for one, vector in zip(records, vectors, strict=True)
         ]
-        held = [replace(one, stacked=None) if other else one for one, other in zip(held, others, strict=True)]
-    return held
+        records = [replace(one, stacked=None) if other else one for one, other in zip(records, others, strict=True)]
+    return records
 
 
 def replica_groups(kind: Kind, *, zero: bool, instances: int) -> tuple[str | None, str | None]:

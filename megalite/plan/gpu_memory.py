@@ -41,7 +41,7 @@ WORKSPACES = 80 << 20  # bytes that cuBLAS and cuBLASLt take from torch's alloca
 class Memory:
     """Bytes of one rank, by what they are for."""
 
-    state: int  # parameters, gradients, masters, moments
+    state: int  # parameters, gradients, masters, moments; with log.update_sizes a copy of masters
     activations: int  # of all microbatches in flight
     passing: int  # the largest that comes and goes
     outside: int = OUTSIDE
@@ -116,8 +116,11 @@ def rank_memory(config: Config, world: ParallelLayout, rank: int) -> Memory:
     from megalite.model.loss import CHUNK_TOKENS, PIECE_ELEMENTS  # with torch
 
     model, train, axes, at = config.model, config.train, config.parallel, world.coordinates(rank)
-    state = bytes_of_rank(rank_buffers(config, world, rank).layout, config.precision, config.optimizer).total
-    width, tokens = BYTES[config.precision], train.micro_batch_size * train.seq_length // axes.cp
+    layout, width = rank_buffers(config, world, rank).layout, BYTES[config.precision]
+    state = bytes_of_rank(layout, config.precision, config.optimizer).total
+    tokens = train.micro_batch_size * train.seq_length // axes.cp
+    if config.log.update_sizes:  # a copy of masters; a CUDA graph keeps the memory of activations beside it
+        state += max(width, 4) * sum(bucket.slice_size for bucket in layout.buckets)
     stream = model.hidden_size * width
     local = stream / (axes.tp if axes.sequence_parallel else 1)
     layers = model.num_layers if train.recompute_layers is None else train.recompute_layers

@@ -43,6 +43,7 @@ from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.optim.rank_buffers import rank_buffers, records_of
 from megalite.optim.spikes import SpikeWindow
+from megalite.optim.update_sizes import UpdateSizes
 from megalite.optim.zero import GradientSync, ParameterGather, ReplicaGroups
 from megalite.pipeline.actions import Direction
 from megalite.pipeline.executor import Executor
@@ -77,6 +78,7 @@ class Training:
     gather: ParameterGather
     loss_scale: LossScale | None  # in fp16
     spikes: SpikeWindow | None  # with train.skip_spikes
+    update_sizes: UpdateSizes
     clock: StepClock
 
     @contextmanager
@@ -186,7 +188,9 @@ def build_training(
     scale = LossScale(settings, context.device) if context.dtype == torch.float16 else None
     spikes = SpikeWindow(config.train, context.device) if config.train.skip_spikes else None
     optimizer = make_optimizer(buffers, config, context)
-    return Training(chunks, executor, buffers, optimizer, replicas, sync, gather, scale, spikes, clock)
+    embeds, world = any(chunk.embeds for chunk in chunks), context.group("world")
+    sizes = UpdateSizes(buffers, replicas, config, embeds=embeds, world=world)
+    return Training(chunks, executor, buffers, optimizer, replicas, sync, gather, scale, spikes, sizes, clock)
 
 
 def build_chunks(config: Config, context: ParallelContext, waiting: Waiting) -> list[GPT]:

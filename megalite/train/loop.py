@@ -91,6 +91,10 @@ class Job:
         self.stopping = self.stopping or any(self.context.gather_json([True] if self.stop.requested else []))
         return not self.stopping
 
+    def is_logged(self, step: int) -> bool:
+        """Whether a line of metrics is due after it."""
+        return step % self.config.train.log_interval == 0 or step == self.config.train.steps
+
     def owes_evaluation(self) -> bool:
         """Whether the evaluation that is due after the newest step has not been done."""
         step, train = self.progress.step, self.config.train
@@ -231,6 +235,7 @@ def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatch
             stop=job.stop.requested is not None,
             refused=bool(job.problems),
             next_local_tokens=None if coming is None or coming.planned.skipped else coming.local_tokens,
+            measures=job.config.log.update_sizes and job.is_logged(step),
         )
     if spans is not None:
         record_pipeline(job, step, spans)
@@ -266,7 +271,7 @@ def account(job: Job, data: StepBatches, pending: PendingMetrics | None) -> None
         else:
             progress.bad_steps_in_a_row, progress.last_applied = 0, step
             progress.tokens += metrics.batch_tokens
-    is_due = step % train.log_interval == 0 or step == train.steps
+    is_due = job.is_logged(step)
     if is_due and (line := job.meter.line(tokens=progress.tokens, bad_steps=progress.bad_steps)) is not None:
         job.log.add(line)
     bad, patience = progress.bad_steps_in_a_row, inf if train.rollback_after else train.max_bad_steps

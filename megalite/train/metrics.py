@@ -26,6 +26,7 @@ from megalite.data.batches import StepBatches
 from megalite.launch.context import ParallelContext
 from megalite.model.flops import flops_per_token, peak_flops
 from megalite.moe.balance import in_numbers
+from megalite.optim.update_sizes import elements_of, sizes_of
 from megalite.train.history import STEP_PARTS, Record, RunLog, StepPart
 
 TimeSplit = dict[StepPart, float]  # seconds of this rank, by part of a step
@@ -49,6 +50,7 @@ class StepMetrics:
     loss_scale: float | None = None  # of fp16: the loss was multiplied by it before backward
     routing: torch.Tensor | None = None  # [layers with experts, 2 E + 5] of moe/balance.py, in host memory
     largest_logits: Sequence[float] = ()  # of attention by layer, with optimizer.qk_clip
+    squares: torch.Tensor | None = None  # [2, cells] of optim/update_sizes.py, in host memory
     time_split: TimeSplit = field(default_factory=NO_TIME.copy)
 
 
@@ -120,6 +122,7 @@ class Meter:
         name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
         self._peak = peak_flops(name, str(context.dtype).removeprefix("torch."))
         self._flops = [flops_per_token(config.model, self._seq_length, causal=causal) for causal in (False, True)]
+        self._elements = elements_of(config)
         self._begin()
 
     def _begin(self) -> None:
@@ -175,6 +178,7 @@ class Meter:
         if self._logits:
             of_layers = {str(layer): logit for layer, logit in enumerate(self._logits)}
             line |= {"max_attention_logit": max(self._logits), "layer_attention_logit": of_layers}
+        line |= {} if metrics.squares is None else sizes_of(metrics.squares, self._elements)
         self._begin()
         return line
 

@@ -18,7 +18,7 @@ from megalite.config.schema import OptimizerConfig
 from megalite.data.batch import Batch
 from megalite.launch.context import ParallelContext
 from megalite.model.gpt import Routers
-from megalite.optim.gradients import gradient_norm, owned_for_norm, partial_gradients, sum_partial
+from megalite.optim.gradients import norm_of, owned_for_norm, partial_gradients, sum_partial
 from megalite.optim.qk_clip import QkClip
 from megalite.train.build import Training
 from megalite.train.metrics import StepMetrics, TimeSplit
@@ -30,13 +30,24 @@ class PendingMetrics:
     """The metrics of a step that the device may still be working on. They are copied to the host behind it, so that
     reading them later waits for this step and for none that was launched after it."""
 
-    def __init__(self, numbers: Sequence[Tensor], routing: Tensor, lap: Callable[[], TimeSplit], *, fp16: bool) -> None:
-        """`numbers`: the first fields of StepMetrics, then its `largest_logits`, 0-d fp64 each. `routing`: its field,
-        on the device, maybe empty. `lap`: this rank's times, to be read once, after them."""
+    def __init__(
+        self,
+        numbers: Sequence[Tensor],
+        routing: Tensor,
+        squares: Tensor,
+        lap: Callable[[], TimeSplit],
+        *,
+        fp16: bool,
+    ) -> None:
+        """`numbers`: the first fields of StepMetrics, then its `largest_logits`, 0-d fp64 each. `routing`, `squares`:
+        its fields, on the device, maybe empty. `lap`: this rank's times, to be read once, after them."""
         self._lap, self._fp16 = lap, fp16
-        on_device = torch.cat([torch.stack(list(numbers)), routing.flatten()])
-        on_host = on_device.to("cpu", non_blocking=True)  # into pinned memory
-        self._numbers, self._routing = on_host[: len(numbers)], on_host[len(numbers) :].view(routing.shape)
+        parts = torch.stack(list(numbers)), routing, squares
+        on_device = torch.cat([part.flatten() for part in parts])
+        on_host = on_device.to("cpu", non_blocking=True).split([part.numel() for part in parts])  # into pinned memory
+        self._numbers, self._routing, self._squares = (
+            flat.view(part.shape) for flat, part in zip(on_host, parts, strict=True)
+        )
         self._done = torch.cuda.current_stream().record_event() if on_device.is_cuda else None
 
     def read(self) -> StepMetrics:
@@ -45,9 +56,10 @@ class PendingMetrics:
             self._done.synchronize()
         loss, grad_norm, tokens, *others = self._numbers.tolist()
         (skipped, stop, refused), (lr, scale, *logits) = (flag > 0 for flag in others[:3]), others[3:]
-        scale, routing = scale if self._fp16 else None, self._routing if len(self._routing) else None
+        routing, squares = (kept if kept.numel() else None for kept in (self._routing, self._squares))
+        scale = scale if self._fp16 else None
         numbers = loss, grad_norm, int(tokens), skipped, stop, refused, lr, scale
-        return StepMetrics(*numbers, routing, logits, self._lap())
+        return StepMetrics(*numbers, routing, logits, squares, self._lap())
 
 
 class TrainStep:
@@ -80,13 +92,14 @@ class TrainStep:
         stop: bool = False,
         refused: bool = False,
         next_local_tokens: int | None = None,
+        measures: bool = False,
     ) -> PendingMetrics:
         """Train on this rank's microbatches, which hold `local_tokens` unmasked labels.
 
         With `next_local_tokens`, those of the coming step, the next step's token count is summed in this step's
         all-reduce: an all-reduce of its own would wait behind the parameters' all-gather.
         A rank whose input was `refused` brings masked microbatches: ranks of the same model compute with them, and all
-        learn of it at the end instead of waiting for it.
+        learn of it at the end instead of waiting for it. With `measures` the metrics tell the sizes of the update.
         """
         training, clock = self._training, self._training.clock
         clock.switch("optimizer")
@@ -122,7 +135,7 @@ class TrainStep:
         clock.switch("optimizer")
         adds_loss = self._adds_loss
         own = [
-            gradient_norm(self._counted_gradients).square() if self._counted_gradients else self._zero,
+            norm_of(self._counted_gradients).square() if self._counted_gradients else self._zero,
             loss.double() if adds_loss else self._zero,
             self._number(stop, torch.float64),
             self._number(refused, torch.float64),
@@ -150,10 +163,12 @@ class TrainStep:
         # before this rank's slices are updated.
         training.gather.finish()
         self._lr.fill_(lr)
+        before = training.update_sizes.copies() if measures else []
         self.updates = True
         skip = skipped.to(torch.float32)
         training.optimizer.step(self._lr, divisor=divisor, skip=skip, decay_factor=decay_factor)
         logits = self._qk_clip.step(skipped).unbind()
+        squares = training.update_sizes.squares(before)
         if scale is not None:
             scale.update(overflow.to(torch.float32))
         self._routers.update(routing, skipped.double())
@@ -166,7 +181,7 @@ class TrainStep:
             training.buffers.round_masters()
         training.gather.start()
         numbers = [loss, norm, tokens.double(), skipped.double(), stopping, refusing, self._lr, loss_scale.double()]
-        return PendingMetrics([*numbers, *logits], routing, clock.lap(), fp16=scale is not None)
+        return PendingMetrics([*numbers, *logits], routing, squares, clock.lap(), fp16=scale is not None)
 
     def _number(self, value: float, dtype: torch.dtype) -> Tensor:
         """0-d, made on the device by a kernel: a copy from the host would wait."""

@@ -27,7 +27,7 @@ FEW, WIDE, LENGTH = 2, 12, 16  # things on one rank, inner width of an MLP on on
 AXES = ("tp", "cp", "pp", "vpp", "ep", "etp")
 VOCABULARIES = {"byte": 257, "char": 65}  # unless model.vocab_size is set; of other tokenizers 50,257
 KEPT = (  # settings as the user has them, beside those of the model and the optimizer
-    *("seed", "lr.schedule", "data.cross_document_attention", "data.mask_end_of_document"),
+    *("seed", "lr.schedule", "lr.table", "data.cross_document_attention", "data.mask_end_of_document"),
     *(f"parallel.{name}" for name in ("order", "schedule", "sequence_parallel", "cp_comm", "cp_alltoall")),
     *(f"train.{name}" for name in ("label_smoothing", "z_loss", "recompute", "recompute_modules")),
 )

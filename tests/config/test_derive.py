@@ -182,7 +182,7 @@ def test_a_name_that_is_no_folder_s_is_refused(name: str) -> None:
 
 OTHER_VALUES = {int: 12, float: 0.25, bool: True, str: "other", Any: "some/path"}
 OTHER_VALUES |= {list[int]: [1, 1, 1], list[float]: [0.5, 0.5], list[str]: ["norm"]}
-OTHER_VALUES |= {list[dict[str, Any]]: [{"match": "*", "lr": 0.1}]}
+OTHER_VALUES |= {list[dict[str, Any]]: [{"match": "*", "lr": 0.1}], list[list[float]]: [[0.0, 1.0], [1.0, 0.5]]}
 
 
 def other_value(name: str) -> Any:

@@ -77,6 +77,24 @@ BROKEN = [
     ("steps=300 warmup_steps=301", 1, "warmup_steps", "train.steps=300"),
     ("steps=300 lr.schedule=wsd warmup_steps=200 decay_steps=101", 1, "decay_steps", "200"),
     ("min_lr=0.01", 1, "min_lr", "optimizer.lr=0.001"),
+    ("lr.schedule=table", 1, "lr.table", "must be given with lr.schedule=table, like [[0,0.1],[0.05,1],[1,0]]"),
+    ("lr.schedule=table lr.table=[]", 1, "lr.table", "lr.schedule=constant or linear or cosine"),
+    ("lr.table=[[0,1],[1,0]]", 1, "lr.table", "has no effect with lr.schedule=cosine"),
+    *(
+        (f"lr.schedule=table lr.table={table}", 1, "lr.table", flaw)
+        for table, flaw in {
+            "[[0,1],[0.5,1],[0.5,0]]": "entry 3 has a share that is not above the one before",
+            "[[0.5,1],[0.2,0]]": "entry 2 has a share that is not above the one before",
+            "[[-0.1,1],[1.5,0]]": "entry 1 has a share of the steps outside 0 to 1; entry 2 has a share",
+            "[[0,1],[1,-1]]": "entry 2 has a factor below 0",
+            "[[0,1],[1]]": "entry 2 is not two finite numbers",
+            "[[0,1,2]]": "entry 1 is not two finite numbers",
+            "[[]]": "entry 1 is not two finite numbers",
+            "[[0,nan]]": "entry 1 is not two finite numbers",
+            "[[0,inf]]": "entry 1 is not two finite numbers",
+        }.items()
+    ),
+    ("cautious=true optimizer.name=muon", 1, "cautious", "does not go with optimizer.name=muon"),
     (
         "weight_decay_schedule=to_zero optimizer.weight_decay=0",
         1,
@@ -258,7 +276,9 @@ FINE = [
     ("ownership=whole instances=2 bucket_size=1 overlap=false", 4),
     ("initial_loss_scale=1 min_loss_scale=1 hysteresis=1 precision=fp16", 1),
     ("zero=0 overlap=false bucket_size=1000000", 4),
-    ("weight_decay_schedule=to_zero optimizer=muon optimizer.weight_decay=0 optimizer.muon.weight_decay=0.1", 1),
+    ("lr.schedule=table lr.table=[[0,0],[0.1,1],[1,0]]", 1),
+    ("lr.schedule=table lr.table=[[1,0]]", 1),
+    ("weight_decay_schedule=to_zero optimizer.name=muon optimizer.weight_decay=0 optimizer.muon.weight_decay=0.1", 1),
     ("pp=4", 4),
     ("pp=4 parallel.schedule=gpipe global_batch_size=3 micro_batch_size=1", 4),
     ("pp=4 parallel.schedule=zb-h1 compile=false", 4),
@@ -291,7 +311,9 @@ def problems_of(line: str, world_size: int) -> list[Problem]:
 def follow(line: str, world_size: int, problem: Problem) -> int:
     """Takes each way out that the hint offers: the setting breaks no rule then, and no other is newly refused."""
     refused, followed = {one.setting for one in problems_of(line, world_size)}, 0
-    for name, values in re.findall(r"(world size|[a-z0-9_.]+)=(\[[^\]]*\]|[\w.-]+(?: or [\w.-]+)*)", problem.hint):
+    for name, values in re.findall(
+        r"(world size|[a-z0-9_.]+)=(\[\[.*\]\]|\[[^\]]*\]|[\w.-]+(?: or [\w.-]+)*)", problem.hint
+    ):
         for value in values.split(" or ") if name in {*SETTINGS, "world size"} else ():
             world = int(value) if name == "world size" else world_size
             changed = line if name == "world size" else f"{line} {name}={value}"

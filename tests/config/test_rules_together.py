@@ -169,6 +169,7 @@ def test_what_the_command_asks_for_has_an_effect(words: list[str], tmp_path: Pat
     [
         ["tokenizer=byte", "data.bpe_vocab_size=300"],
         ["lr.decay_steps=3"],
+        ["lr.schedule=table", "lr.table=[[0,1]]", "lr.warmup_steps=3"],
         ["model.max_positions=512"],
         ["train.sample_tokens=0", "train.sample_interval=5"],
         ["train.eval_interval=0", "train.eval_batches=2"],

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megalite.config.derive import derive, derive_vocabulary
-from megalite.config.schema import Config, DataConfig, MuonConfig, OptimizerConfig, ParallelConfig
+from megalite.config.schema import Config, DataConfig, LearningRateConfig, MuonConfig, OptimizerConfig, ParallelConfig
 from megalite.hf.export import model_card
 from megalite.hf.saved_model import SavedModel
 from megalite.train.saving import Progress, SavedState
@@ -87,3 +87,10 @@ def test_it_says_whether_the_weights_are_averages() -> None:
         "| weights | an exponential moving average of those that were trained, with a half-life of 50 steps |"
         in card(config, ema=True)
     )
+
+
+def test_it_says_how_rates_and_weight_decay_changed_and_that_updates_were_cautious() -> None:
+    optimizer = OptimizerConfig(cautious=True, weight_decay_schedule="to_zero")
+    text = card(Config(optimizer=optimizer, lr=LearningRateConfig("table", table=[[0.0, 1.0], [1.0, 0.5]])))
+    assert "| cautious AdamW, betas [0.9, 0.95], weight decay 0.1, all weight decay to zero |" in text
+    assert "| learning rate | 0.001, table [[0.0, 1.0], [1.0, 0.5]] over 200 steps |" in text

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megalite.launch.context import ParallelContext
-from megalite.optim.gradients import gradient_norm
+from megalite.optim.gradients import norm_of
 from megalite.tensor_parallel import linear as module
 from tests.layouts.matrix import FOUR, FULL, SELECTIVE, Row, Workplace, assert_equal, row, rows_of, train_row
 from tests.layouts.training import Trace, assembled, assert_same_training, merged, train
@@ -185,4 +185,4 @@ def test_an_infinity_in_a_middle_block_makes_loss_or_norm_not_finite(recipe: str
             down.register_forward_hook(_one_infinity)
         loss, gradients = loss_and_gradients(model, random_batch(model.config))
         assert bool(loss.isfinite()) == (where == "gradient")
-        assert not gradient_norm([gradient.float().flatten() for gradient in gradients.values()]).isfinite()
+        assert not norm_of([gradient.float().flatten() for gradient in gradients.values()]).isfinite()

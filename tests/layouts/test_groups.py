@@ -29,6 +29,7 @@ TO_ZERO: Overrides = {"optimizer": {"weight_decay_schedule": "to_zero"}}
 ROWS = [
     row("gpt2", grouped(0, 1, 3), FEW, dp=2),
     row("qwen3", grouped(0, 1, 3), TO_ZERO, FEW, tp=2),
+    row("llama", grouped(1), {"optimizer": {"cautious": True}}, FEW, tp=2, dp=2),
     row("gpt2", grouped(0, 1), FOUR, pp=2),  # the first and the last stage update a copy of the embedding each
     row("llama", grouped(1, 3, name="muon"), TO_ZERO, FEW, tp=2),
     row("gpt2", grouped(0, 1, name="muon"), FEW, dp=2),

@@ -23,6 +23,7 @@ from megalite.model.gpt import Routers
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.optimizer import slices_of
 from megalite.optim.schedule import decay_factor, learning_rate
+from megalite.optim.update_sizes import elements_of, sizes_of
 from megalite.prepare.prepare import prepare
 from megalite.train.build import build_training, data_share, derive_device, fill_with_start_values
 from megalite.train.evaluate import ValidationMetrics, evaluate
@@ -56,6 +57,7 @@ class Trace:
     routers: dict[str, Tensor]  # of each layer here with experts what balances them without a gradient
     routing: list[Tensor]  # of each step, what all routers counted; empty without experts
     logits: list[list[float]]  # of each step, the largest of each layer, with QK-clip
+    sizes: list[dict[str, dict[str, float]]]  # of each step, of its update and of the weights
 
 
 def merged(*changes: Overrides) -> Overrides:
@@ -121,7 +123,7 @@ def train(
             at, peak, all_steps = batch.planned.step - 1, config.optimizer.lr, config.train.steps
             lr = learning_rate(at, config.lr, peak=peak, steps=all_steps)
             decay = decay_factor(at, config.optimizer.weight_decay_schedule, lr=lr, peak=peak, steps=all_steps)
-            figures.append(step(batch.microbatches, batch.local_tokens, lr, decay_factor=decay).read())
+            figures.append(step(batch.microbatches, batch.local_tokens, lr, decay_factor=decay, measures=True).read())
             gradients.append(_owned(buffers, buffers.gradients))
     training.gather.finish()
     assert data.validation is not None
@@ -151,6 +153,7 @@ def train(
         state={name: _owned(buffers, slices) for name, slices in state.items()},
         routing=[f.routing for f in figures if f.routing is not None],
         logits=[[*f.largest_logits] for f in figures if f.largest_logits],
+        sizes=[sizes_of(f.squares, elements_of(config)) for f in figures if f.squares is not None],
         routers={name: value.clone() for name, value in Routers(training.chunks).state()},
     )
 
@@ -184,6 +187,7 @@ def assert_same_training(found: Sequence[Trace], reference: Trace) -> None:
         if trace.averaged is not None and reference.averaged is not None:
             torch.testing.assert_close(vars(trace.averaged), vars(reference.averaged), **close)
         torch.testing.assert_close(trace.logits, reference.logits, **close)
+        torch.testing.assert_close(trace.sizes, reference.sizes, **close)
     for step, expected in enumerate(reference.gradients):
         _assert_same_tensors("gradients", [trace.gradients[step] for trace in found], expected)
     _assert_same_tensors("parameters", [trace.parameters for trace in found], reference.parameters)

@@ -99,7 +99,8 @@ def test_tensorboard_holds_every_number_and_samples_as_they_are(tmp_path: Path) 
     for step, loss in ((0, 1.0), (2, 2.0)):
         show, _ = open_tensorboard(tmp_path, step)
         for number in range(step + 1, 5):
-            show({"step": number, "loss": loss, "mfu": None, "time_split": {"data": 0.5}})
+            sizes = {"update_rms": {"block_3": 0.5}, "layer_attention_logit": {"0": 9.0}}
+            show({"step": number, "loss": loss, "mfu": None, "time_split": {"data": 0.5}, **sizes})
         show({"step": 4, "kind": "checkpoint", "bytes": 3})
         show(END)
     for record in (SAMPLE, END):
@@ -107,7 +108,7 @@ def test_tensorboard_holds_every_number_and_samples_as_they_are(tmp_path: Path) 
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 1), (2, 1), (3, 2), (4, 2)]
-    assert board.Tags()["scalars"] == ["loss", "time_split/data"]
+    assert board.Tags()["scalars"] == ["loss", "time_split/data", "update_rms/block_3", "layer_attention_logit/0"]
     (name,) = board.Tags()["tensors"]
     (event,) = board.Tensors(name)
     assert event.step == 3

@@ -29,11 +29,19 @@ KEY = "local-0123456789abcdef0123456789abcdef0123cafe"
 HALVED = {"train.micro_batch_size": 2}
 
 
+SIZES: dict[str, Any] = {
+    "update_rms": {"block_3": 0.001},
+    "group_update_rms": {"*.router.*": 0.002},
+    "max_attention_logit": 9.0,
+    "layer_attention_logit": {"0": 9.0},
+}
+
+
 def lines_of(start: int) -> list[dict[str, Any]]:
     """Three steps, the second of them with two samples and a validation loss."""
     first, second, third = range(3 * start + 1, 3 * start + 4)
     return [
-        {"step": first, "loss": 1.0, "mfu": None, "time_split": {"data": 0.5}},
+        {"step": first, "loss": 1.0, "mfu": None, "time_split": {"data": 0.5}, **SIZES},
         {"step": second, "loss": 0.5},
         {"step": second, "val_loss": 0.75},
         {"step": second, "kind": "sample", "prompt": "a", "text": "b"},
@@ -147,6 +155,8 @@ def test_all_starts_are_one_run_with_the_steps_of_training(shown: Shown) -> None
     for line in (line for start in range(3) for line in lines_of(start)):
         expected.setdefault(line["step"], {}).update(flat_values(line))
     assert sent == [*expected.values()]
+    names = ("update_rms/block_3", "group_update_rms/*/router/*", "max_attention_logit", "layer_attention_logit/0")
+    assert [sent[0][name] for name in names] == [0.001, 0.002, 9.0, 9.0]
 
 
 def test_samples_are_a_table_and_settings_are_known(shown: Shown) -> None:

@@ -65,7 +65,8 @@ def build(kind: Kind, groups: Any = None, *, sizes: tuple[int, ...] = SLICES, **
         device=torch.device(device),
     )
     decay = options.pop("weight_decay", DECAY)
-    settings = OptimizerConfig(betas=BETAS, eps=EPS, moment_dtype="bf16" if first_moment == torch.bfloat16 else "fp32")
+    moment_dtype, cautious = "bf16" if first_moment == torch.bfloat16 else "fp32", options.pop("cautious", False)
+    settings = OptimizerConfig(betas=BETAS, eps=EPS, moment_dtype=moment_dtype, cautious=cautious)
     given = [(decayed, UpdateRule(1.0, decay)), (plain, NO_DECAY)] if groups is None else groups
     return FlatAdamW(buffers, given, settings, compiled=buffers.parameters is not None)
 
@@ -161,9 +162,16 @@ def moving(optimizer: FlatAdamW) -> tuple[list[Tensor], ...]:
 
 
 def expected_step(
-    optimizer: FlatAdamW, lr: float, scale: float, groups: Any = None, decay_factor: float = 1.0
+    optimizer: FlatAdamW,
+    lr: float,
+    scale: float,
+    groups: Any = None,
+    decay_factor: float = 1.0,
+    *,
+    cautious: bool = False,
 ) -> list[list[Tensor]]:
     """The definition in fp64 from the state as it is: masters and moments after one step, not yet rounded."""
+    held_back = []
     steps = optimizer.step_count.item() + 1
     masters, first, second = ([tensor.clone().double() for tensor in tensors] for tensors in moving(optimizer))
     for runs, (factor, decay, of_eps) in groups or zip(runs_of(), (UpdateRule(1.0, DECAY), NO_DECAY), strict=False):
@@ -175,24 +183,29 @@ def expected_step(
             mean.copy_(BETAS[0] * mean + (1 - BETAS[0]) * gradient)
             square.copy_(BETAS[1] * square + (1 - BETAS[1]) * gradient * gradient)
             root = (square / (1 - BETAS[1] ** steps)).sqrt() + EPS * of_eps
-            master.copy_(master - rate * decay * decay_factor * master - rate * mean / (1 - BETAS[0] ** steps) / root)
+            update = mean / (1 - BETAS[0] ** steps) / root
+            if cautious:
+                update[mean * gradient <= 0] = 0.0
+                held_back.append((mean * gradient < 0).double().mean())
+            master.copy_(master - rate * decay * decay_factor * master - rate * update)
+    assert not cautious or steps == 1 or 0.1 < sum(held_back) / len(held_back) < 0.5
     return [masters, first, second]
 
 
-def check_steps_against_the_definition(kind: Kind, device: str) -> None:
+def check_steps_against_the_definition(kind: Kind, device: str, *, cautious: bool = False) -> None:
     """Each step from where the last one ended: a rounding that falls the other way does not add up.
 
     Units in the last place, of the number before the step and of the one after it, by which a number may be wrong: 3
     for moments, as CUDA's 1 - beta1 in fp32 is itself 2 units from 0.1; 2 for masters and, on CUDA, the 4.5 that their
     step has from the moments: 3 from the first, half of 3 from the second. A narrow number is then rounded.
     """
-    optimizer = build(kind, device=device)
+    optimizer = build(kind, device=device, cautious=cautious)
     assert (optimizer.exp_avg_sq[0].dtype, optimizer.exp_avg[0].dtype) == (kind[0], kind[2])
     take(optimizer, 99, lr=1e-2)
     for step in range(5):
         for kept, new in zip(optimizer.gradients, normal(step, torch.float64), strict=True):
             kept.copy_(new * 3)
-        expected = expected_step(optimizer, 1e-2, 1.7)
+        expected = expected_step(optimizer, 1e-2, 1.7, cautious=cautious)
         before = [[tensor.double() for tensor in tensors] for tensors in moving(optimizer)]
         step_with(optimizer, 1e-2, 1.7, False, device)
         for units, *lists in zip((UNITS[device], 3, 3), moving(optimizer), expected, before, strict=True):
@@ -213,6 +226,38 @@ def test_narrow_gradients_and_first_moments_are_updated_in_fp32_and_rounded_once
     check_steps_against_the_definition(kind, device)
 
 
+@DEVICES
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_a_cautious_step_updates_where_first_moment_and_gradient_agree_and_decays_all(kind: Kind, device: str) -> None:
+    check_steps_against_the_definition(kind, device, cautious=True)
+
+
+@DEVICES
+def test_cautious_steps_in_fp64_are_the_definition(device: str) -> None:
+    optimizer, lr = build(KINDS[0], device=device, cautious=True), 2.0**-7  # fp32 holds it, too
+    take(optimizer, 99, lr=lr)
+    for step in range(20):
+        for kept, new in zip(optimizer.gradients, normal(step, torch.float64), strict=True):
+            kept.copy_(new * 3)
+            kept[::7] = 0.0  # as rows of an embedding whose tokens a step lacks: first moments are not zero
+        expected = expected_step(optimizer, lr, 1.7, decay_factor=0.5, cautious=True)
+        step_with(optimizer, lr, 1.7, False, device, 0.5)
+        for tensors, wanted in zip(moving(optimizer), expected, strict=True):
+            assert max(float((one - two).abs().max()) for one, two in zip(tensors, wanted, strict=True)) < 1e-14
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_numbers_whose_product_is_rounded_to_zero_agree_too(kind: Kind) -> None:
+    gradients = [tensor.sign() * 1e-30 for tensor in normal(4, torch.float64)]
+    optimizer = build(kind, masters=[torch.zeros(size) for size in SLICES], cautious=True)
+    for kept, new in zip(optimizer.gradients, gradients, strict=True):
+        kept.copy_(new)
+    step_with(optimizer, 1e-2, 2.0**16, False, "cpu")
+    for run in (run for runs in runs_of()[:2] for run in runs):
+        part = slice(run.start, run.stop)
+        assert torch.equal(optimizer.masters[run.bucket][part].sign(), -gradients[run.bucket][part].sign().float())
+
+
 class Calls(TorchDispatchMode):
     """Counts the calls into torch, and notes the largest tensor that one of them made."""
 
@@ -228,12 +273,13 @@ class Calls(TorchDispatchMode):
         return result
 
 
+@pytest.mark.parametrize("cautious", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_step_makes_no_copy_larger_than_a_piece(kind: Kind) -> None:
-    optimizer = build(kind)
+def test_a_step_makes_no_copy_larger_than_a_piece(kind: Kind, cautious: bool) -> None:
+    optimizer = build(kind, cautious=cautious)
     with Calls() as calls:
         step_with(optimizer, 1e-2, 1.0, False, "cpu")
-    assert calls.largest == (17 if kind in NARROW else 1)
+    assert calls.largest == (17 if kind in NARROW or cautious else 1)
 
 
 @pytest.mark.parametrize("kind", KINDS[:2])
@@ -247,9 +293,10 @@ def test_the_work_of_the_host_does_not_grow_with_the_number_of_runs(kind: Kind) 
     assert counts[0] == counts[1]
 
 
+@pytest.mark.parametrize("cautious", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_step_after_a_skipped_one_is_as_if_it_had_not_been(kind: Kind) -> None:
-    with_skip, without = build(kind), build(kind)
+def test_the_step_after_a_skipped_one_is_as_if_it_had_not_been(kind: Kind, cautious: bool) -> None:
+    with_skip, without = build(kind, cautious=cautious), build(kind, cautious=cautious)
     for step in range(4):
         take(with_skip, step, lr=1e-2)
         take(with_skip, 50, lr=1e-2, scale=float("nan"), skip=True)
@@ -305,8 +352,14 @@ ALIGNED = [SliceRange(0, 0, 320), SliceRange(2, 64, 1279)], [SliceRange(0, 320, 
 
 @DEVICES
 @pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.parametrize("kind", [*(pytest.param(kind, marks=pytest.mark.long) for kind in KINDS[:4]), KINDS[4]])
-def test_the_compiled_update_is_the_definition_and_rounds_the_masters(kind: Kind, device: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "cautious"),
+    [
+        *(pytest.param(kind, False, marks=pytest.mark.long) for kind in KINDS[:4]),
+        *((KINDS[4], cautious) for cautious in (False, True)),
+    ],
+)
+def test_the_compiled_update_is_the_definition_and_rounds_the_masters(kind: Kind, cautious: bool, device: str) -> None:
     """Each step from where the last one ended, and a skipped one of gradients that are no numbers.
 
     Units in the last place of the number before and of the one after the step: 4 for the first moment (2 for CUDA's
@@ -322,7 +375,8 @@ def test_the_compiled_update_is_the_definition_and_rounds_the_masters(kind: Kind
     masters = start.to(device, kind[0]).split(sizes)
     parameters = [master.bfloat16() for master in masters[:2]] + [masters[2]]
     groups = [(ALIGNED[0], UpdateRule(4.0, DECAY, 2.0**25)), ([*ALIGNED[1], SliceRange(2, 0, 64)], NO_DECAY)]
-    optimizer = build(kind, groups, sizes=sizes, masters=masters, parameters=parameters, device=device)
+    options = {"sizes": sizes, "masters": masters, "parameters": parameters, "device": device}
+    optimizer = build(kind, groups, **options, cautious=cautious)
     assert optimizer.rounds
     for step in range(6):
         before = [tensor.clone() for tensor in (*state_of(optimizer), *parameters)]
@@ -330,7 +384,7 @@ def test_the_compiled_update_is_the_definition_and_rounds_the_masters(kind: Kind
             gradient.copy_(3 * torch.randn(len(gradient), generator=generator))
         optimizer.gradients[2][-1] = 0.0
         starts = [[tensor.clone().double() for tensor in tensors] for tensors in moving(optimizer)]
-        expected = expected_step(optimizer, 1e-2, 1.7, groups, decay_factor := 1 - step / 6)
+        expected = expected_step(optimizer, 1e-2, 1.7, groups, decay_factor := 1 - step / 6, cautious=cautious)
         if step == 3:
             optimizer.gradients[0][5] = torch.nan
         step_with(optimizer, 1e-2, 1.7, step == 3, device, decay_factor)

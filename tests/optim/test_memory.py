@@ -276,8 +276,8 @@ def test_a_step_copies_no_parameters_or_gradients(ranks: int, dtype: torch.dtype
 
 
 def gradients_copied_for_the_norm(context: ParallelContext, config: Config) -> Taken:
-    norm = step_module.gradient_norm
-    step_module.gradient_norm = lambda parts: norm([part.clone() for part in parts])
+    norm = step_module.norm_of
+    step_module.norm_of = lambda parts: norm([part.clone() for part in parts])
     return take(context, config)
 
 

@@ -3,12 +3,14 @@
 import math
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config.schema import LearningRateConfig
 from megalite.optim.schedule import decay_factor, learning_rate
+from tests.config.refusal import refusal
 
 PEAK = 1e-3
 SCHEDULES = ("constant", "linear", "cosine", "wsd")
@@ -68,6 +70,31 @@ def test_every_schedule_rises_then_falls_within_its_bounds_and_ends_as_promised(
         assert values[-1] == lowest
     config = LearningRateConfig(schedule, warmup, lowest, decay)
     assert learning_rate(steps + 7, config, peak=PEAK, steps=steps) == values[-1]
+
+
+@given(
+    shares=st.lists(st.floats(0, 1), min_size=1, max_size=6, unique=True).map(sorted),
+    factors=st.lists(st.floats(0, 3), min_size=6, max_size=6),
+    steps=st.integers(1, 60),
+)
+def test_a_table_is_interpolated_over_the_steps(shares: list[float], factors: list[float], steps: int) -> None:
+    table = [[share, factor] for share, factor in zip(shares, factors, strict=False)]
+    config = LearningRateConfig("table", 7, 1e-4, 5, table)
+    found = [learning_rate(step, config, peak=PEAK, steps=steps) for step in range(steps + 1)]
+    wanted = PEAK * np.interp(np.arange(steps) / max(steps - 1, 1), shares, factors[: len(shares)])
+    assert found == pytest.approx([*wanted, wanted[-1]], rel=1e-9, abs=1e-18)
+
+
+def test_a_table_says_the_warm_up_too_and_ends_with_the_last_step() -> None:
+    config = LearningRateConfig("table", 3, 1e-4, 0, [[0.0, 0.25], [0.5, 1.0], [1.0, 0.0]])
+    rates = [learning_rate(step, config, peak=PEAK, steps=5) for step in range(5)]
+    assert rates == pytest.approx([0.25 * PEAK, 0.625 * PEAK, PEAK, 0.5 * PEAK, 0.0])
+
+
+@pytest.mark.parametrize("table", ["[0,1]", "[[0,x]]", "[[0,null]]", "[[0,true]]", "[[[0,1]]]", "0.5", "{a: 1}"])
+def test_a_table_is_a_list_of_lists_of_numbers(table: str) -> None:
+    (problem,) = refusal("lr.schedule=table", f"lr.table={table}").problems
+    assert (problem.setting, problem.rule) == ("lr.table", "must be a list of lists of numbers")
 
 
 def test_weight_decay_is_constant_falls_towards_zero_or_follows_the_rate() -> None:

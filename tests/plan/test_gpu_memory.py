@@ -61,6 +61,15 @@ def test_the_formula_gives_what_gpus_measured(words: list[str], batch: int, leng
     assert 0.98 < (found.total - found.outside) / GIB / measured < 1.02
 
 
+def test_the_copy_of_measured_masters_is_counted() -> None:
+    world = ParallelLayout(dp=2)
+    plain, measured = (
+        rank_memory(config_of([*GPT2, "train.micro_batch_size=1", *words], 2), world, 0)
+        for words in ([], ["log.update_sizes=true"])
+    )
+    assert measured.total - plain.total == pytest.approx(4 * 124_475_904 / 2, rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("words", "gib", "size"),
     [

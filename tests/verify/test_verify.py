@@ -339,7 +339,8 @@ def test_shrinking_keeps_every_feature(world_size: int, words: str) -> None:
 def test_groups_of_layers_that_are_left_out_are_too() -> None:
     """Others stay, in their order; a group that matches nothing in the user's model was refused before."""
     groups = [{"match": f"blocks.{layer}.*", "lr": f"0.{layer + 1}x"} for layer in (3, 0, 1)]
-    config, world = load([f"optimizer.groups={groups}", "parallel.tp=2"], None, None)
+    words = ", ".join(f"{{match: '{group['match']}', lr: {group['lr']}}}" for group in groups)
+    config, world = load([f"optimizer.groups=[{words}]", "parallel.tp=2"], None, None)
     assert [len(records) > 0 for records in parameters_of_groups(config)] == [True] * 3
     small, _, alone = shrink(config, world)
     assert small.model.num_layers == 2

@@ -35,6 +35,9 @@ from megalite.train.history import ENDS, EVENTS, Record, View
 HERE = Path(__file__).parent
 SCRIPTS = (HERE / "charts.js", HERE / "report.js")
 UNREMARKABLE = ("run_dir", "run_name", "resume")  # settings that are no difference between runs
+BY_LAYER = ("relative_update", "layer_attention_logit")  # series with a value for each layer, in one picture
+# How series begin that no curve shows: those by layer would be too many.
+APART = ("layer", "relative_update/", "update_", "weight_rms/", "group_update_", "group_weight_")
 MOST_NAMED = 3  # settings that name the runs of a sweep
 SHARE = 300  # a run goes on for so many times as long as the last drawing took
 _PAGE = rb'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n<meta (name="generator" content="'
@@ -135,15 +138,23 @@ def records_of(runs: Sequence[RunData], names: Sequence[str], chosen: Difference
         "runs": [
             {
                 "name": printable(name),
-                "series": {key: _points(its.points()) for key, its in run.series.items() if key[:6] != "layer/"},
+                "series": {key: _points(its.points()) for key, its in run.series.items() if not key.startswith(APART)},
                 "not_finite": sorted(run.not_finite)[-2000:],
                 **({} if compared else {"experts": experts_of(run), "slow": sorted(run.slow)}),
+                "layers": {} if compared else {name: layers_of(run, name) for name in BY_LAYER},
                 "memory_gib": np.nan_to_num(run.memory_gib, posinf=0.0).tolist(),
                 "compute_s": np.nan_to_num(run.newest.get("ranks", {}).get("compute_s", []), posinf=0.0).tolist(),
             }
             for run, name in zip(runs, names, strict=True)
         ],
     }
+
+
+def layers_of(run: RunData, name: str) -> dict[str, Any]:
+    """The names of layers, the steps, and the greatest value of neighbouring steps for each layer."""
+    its = {key.partition("/")[2]: one.points() for key, one in run.series.items() if key.startswith(f"{name}/")}
+    steps = [point[0] for point in max(its.values(), key=len, default=[])]
+    return {"names": [*its], "steps": steps, "rows": [[float(f"{it[3]:.4g}") for it in row] for row in its.values()]}
 
 
 def experts_of(run: RunData) -> dict[str, Any] | None:

@@ -3,6 +3,8 @@
 const many = page.compared, charts = [];
 const NATS = "nats per token", ADDED = "added to the loss, coefficient included";
 const chart = (title, series, options = {}) => ({ title, series, ...options });
+const GROUP = "group_relative_update/", grouped = page.runs.flatMap(({ series }) => Object.keys(series));
+const groups = [...new Set(grouped)].filter((key) => key.startsWith(GROUP));
 const SECTIONS = { // charts by section: their series of metrics.jsonl, each with a name where there are two
   learning: [
     chart("Loss", { loss: "training", val_loss: "validation", val_loss_ema: "validation (ema)" },
@@ -11,6 +13,11 @@ const SECTIONS = { // charts by section: their series of metrics.jsonl, each wit
     chart("Gradient norm", { grad_norm: "" }, { unit: "before clipping", smooth: true, marks: true }),
     chart("Bits per byte, validation", { val_bits_per_byte: "" }, { unit: "bits", colour: 1 }),
     chart("Loss scale", { loss_scale: "" }, { unit: "factor" }),
+  ],
+  layers: [
+    chart("Update over weights, by group", Object.fromEntries(groups.map((key) => [key, key.slice(GROUP.length)])),
+      { unit: "root mean squares", zero: true, smooth: true }),
+    chart("Largest attention logit", { max_attention_logit: "" }, { unit: "before softmax", colour: 3, smooth: true }),
   ],
   speed: [
     chart("Tokens per second", { tokens_per_s: "" }, { unit: "tokens", colour: 2, zero: true, smooth: true }),
@@ -100,31 +107,32 @@ function rankChart(title, unit, values, marked = []) {
   charts.push({ unit, draw: drawColumns, ...picture(place, title, 240) });
 }
 
-// --- maps of experts: a row for each layer that has some
+// --- maps: a row for each layer
 
-// `rows`: (layer, shade of 0 to 1, words) by column; `names`: of a column, in full and at the axis.
-function heatMap(title, note, layers, rows, names, xName) {
-  const place = card("experts", title, true), holder = tag(place, "div", "scroll");
+// `rows`: (shade of 0 to 1, words) by column, of each layer of `layers`; `names`: of a column, in full and at the axis.
+function heatMap(section, title, note, layers, rows, names, xName) {
+  const place = card(section, title, true), holder = tag(place, "div", "scroll");
   const tall = layers.length > 24 ? 13 : 22, count = Math.max(...rows.map((row) => row.length));
+  const left = 14 + LETTER * Math.max(...layers.map((layer) => layer.length));
   const drawCells = ({ svg, height }) => {
-    const width = Math.max(540, holder.clientWidth), wide = (width - 70) / count, every = Math.ceil(count / 16);
+    const width = Math.max(540, holder.clientWidth), wide = (width - left - 10) / count, every = Math.ceil(count / 16);
     svg.setAttribute("viewBox", `0 0 ${width} ${height}`);
     svg.style.width = `${width}px`;
     svg.replaceChildren();
     rows.forEach((row, at) => {
-      const top = at * tall, layer = `layer ${layers[at]}`;
-      if (tall > 14 || at % 2 === 0) add(svg, "text", { x: 54, y: top + tall / 2 + 4, class: "end" }, layer);
+      const top = at * tall, layer = layers[at];
+      if (tall > 14 || at % 2 === 0) add(svg, "text", { x: left - 6, y: top + tall / 2 + 4, class: "end" }, layer);
       row.forEach(([shade, words], column) => {
         const size = { width: Math.max(wide - 1, 0.5), height: tall - 1, class: "heat", opacity: shade.toFixed(3) };
-        const cell = add(svg, "rect", { x: 60 + column * wide, y: top, ...size });
+        const cell = add(svg, "rect", { x: left + column * wide, y: top, ...size });
         tip(cell, `${layer}, ${names(column)[0]}: ${words}`);
         if (wide > 52 && tall > 14)
-          add(svg, "text", { x: 60 + (column + 0.5) * wide, y: top + 15, class: "mid strong" }, words);
+          add(svg, "text", { x: left + (column + 0.5) * wide, y: top + 15, class: "mid strong" }, words);
       });
     });
     for (let column = 0; column < count; column += every)
-      add(svg, "text", { x: 60 + (column + 0.5) * wide, y: height - 24, class: "mid" }, names(column)[1]);
-    add(svg, "text", { x: 60 + (count * wide) / 2, y: height - 7, class: "mid" }, xName);
+      add(svg, "text", { x: left + (column + 0.5) * wide, y: height - 24, class: "mid" }, names(column)[1]);
+    add(svg, "text", { x: left + (count * wide) / 2, y: height - 7, class: "mid" }, xName);
   };
   charts.push({ draw: drawCells, ...picture(holder, title, rows.length * tall + 40) });
   tag(tag(place, "p"), "small", "", note);
@@ -137,16 +145,31 @@ function gathered(row, most) {
   return cells;
 }
 
+// The step with which a column of `most` begins, in full and at the axis.
+const stepNames = (steps, most) => (column) => {
+  const step = Math.round(steps[column * Math.ceil(steps.length / most)]);
+  return [`from step ${step}`, short(step)];
+};
+
+function layerMap(title, note, { names, steps, rows }) {
+  if (!names.length) return;
+  const cells = rows.map((row) => gathered(row, 90)), positive = cells.flat().filter((value) => value > 0);
+  const low = Math.min(...positive), range = Math.log(Math.max(...positive) / low) || 1;
+  const shade = (value) => (value > 0 ? 0.04 + (0.56 * Math.log(value / low)) / range : 0);
+  const labels = names.map((name) => (isNaN(name) ? name.replace("_", " ") : `block ${name}`));
+  const shaded = cells.map((row) => row.map((value) => [shade(value), short(value)]));
+  heatMap("layers", title, note, labels, shaded, stepNames(steps, 90), "step");
+}
+
 function expertMaps({ layers, until, imbalance, all, newest }) {
   const percent = (share) => `${(100 * share).toFixed(1)}%`, count = all[0].length, even = 1 / count;
-  const steps = imbalance[0].map((point) => point[0]);
+  const steps = imbalance[0].map((point) => point[0]), labels = layers.map((layer) => `layer ${layer}`);
   const worst = imbalance.map((row) => gathered(row.map((point) => point[3] ?? point[1]), 90));
   const uneven = Math.max(2, ...worst.flat()) - 1;
   const loads = worst.map((row) => row.map((value) => [0.04 + (0.56 * (value - 1)) / uneven, value.toFixed(2)]));
-  const step = (column) => Math.round(steps[column * Math.ceil(steps.length / 90)]);
-  heatMap("Load of each layer, over the run",
+  heatMap("experts", "Load of each layer, over the run",
     "Tokens of a layer's busiest expert over those of its mean expert: 1 is even and has the lightest colour.",
-    layers, loads, (column) => [`from step ${step(column)}`, short(step(column))], "step");
+    labels, loads, stepNames(steps, 90), "step");
   const together = Math.ceil(count / 64);
   const name = (column) => {
     const first = column * together, last = Math.min(first + together, count) - 1;
@@ -157,10 +180,10 @@ function expertMaps({ layers, until, imbalance, all, newest }) {
     const sums = counts.map((row) => row.reduce((sum, tokens) => sum + tokens, 0));
     const shares = counts.map((row, at) => gathered(row, 64).map((tokens) => tokens / sums[at]));
     const largest = Math.max(2 * even, ...shares.flat());
-    heatMap(`Tokens of each expert, ${when}`,
+    heatMap("experts", `Tokens of each expert, ${when}`,
       `Each expert's share of the choices of a layer's tokens, until step ${until}; even would be ${percent(even)}.` +
         shared,
-      layers, shares.map((row) => row.map((share) => [share / largest / 2, percent(share)])), name, "expert");
+      labels, shares.map((row) => row.map((share) => [share / largest / 2, percent(share)])), name, "expert");
   }
 }
 
@@ -235,6 +258,10 @@ else {
   shareChart(page.runs);
   rankChart("Peak memory by rank", "GiB", run.memory_gib);
   rankChart("Computing time by rank", "seconds of a step, without waiting", run.compute_s, run.slow);
+  layerMap("Update over weights, by layer", "Root mean square of a step's update over that of the layer's weights. The " +
+    "largest of neighbouring steps; shades are logarithmic.", run.layers.relative_update);
+  layerMap("Largest attention logit, by layer", "Before softmax. Shades are logarithmic.",
+    run.layers.layer_attention_logit);
   if (run.experts) expertMaps(run.experts);
 }
 form.over.value = usual;

@@ -70,6 +70,23 @@ def metrics(steps: int, lr: float, mfu: float | None, seed: int) -> Iterator[dic
             yield {"step": step, "tokens": step * 2048, **evaluation, "eval_time_s": 1.5}
 
 
+def sizes_at(step: int, layers: int = 2) -> dict[str, Any]:
+    """What a line of a step holds beside all else with log.update_sizes and optimizer.qk_clip; step 5 was skipped."""
+    names = ["embedding", *(f"block_{layer}" for layer in range(layers)), "final_norm"]
+    groups, size = ["embedding_and_head", "muon_matrices", "*.router.*"], 0.0 if step == 5 else 1e-3 / step
+    logits = {str(layer): 3.0 + step + layer for layer in range(layers)}
+    return {
+        "update_rms": {name: size * at for at, name in enumerate(names, 1)},
+        "update_norm": dict.fromkeys(names, 30 * size),
+        "weight_rms": dict.fromkeys(names, 0.02),
+        "group_update_rms": dict.fromkeys(groups, size),
+        "group_update_norm": dict.fromkeys(groups, 30 * size),
+        "group_weight_rms": dict(zip(groups, (0.02, 0.04, 0.0), strict=True)),
+        "max_attention_logit": max(logits.values()),
+        "layer_attention_logit": logits,
+    }
+
+
 def start_of(layout: ParallelLayout, folder: Path, *, kind: str = "start", step: int = 0) -> dict[str, Any]:
     ranks = layout.world_size
     return {

@@ -10,7 +10,7 @@ import pytest
 
 from megalite.layout.ranks import ParallelLayout
 from megalite.observe.report.page import write_report
-from tests.observe.report.runs import event, write_run
+from tests.observe.report.runs import event, sizes_at, write_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="there is no Chromium on this machine")
@@ -32,11 +32,14 @@ def test_all_charts_of_a_run_are_drawn(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", layout=ParallelLayout(dp=2), mfu=0.2, events=told)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     moe = {"imbalance_max": 3.0, "imbalance_mean": 2.5, "entropy": 1.0, "tokens_per_expert": [[1, 0, 3], [0, 4, 0]]}
-    content = "".join(json.dumps({**line, "moe": moe} if "loss" in line else line) + "\n" for line in lines)
+    more = [{**line, "moe": moe, **sizes_at(line["step"])} if "loss" in line else line for line in lines]
+    content = "".join(json.dumps(line) + "\n" for line in more)
     (run / "metrics.jsonl").write_text(content)
     found = drawn(write_report([run], tmp_path / "run.html"))
     assert [title for title, _ in found] == [
-        "Loss", "Learning rate", "Gradient norm", "Bits per byte, validation", "Tokens per second", "Time of a step",
+        "Loss", "Learning rate", "Gradient norm", "Bits per byte, validation", "Update over weights, by group",
+        "Largest attention logit", "Update over weights, by layer", "Largest attention logit, by layer",
+        "Tokens per second", "Time of a step",
         "Model FLOPs utilisation", "Peak memory", "Peak memory by rank", "Computing time by rank",
         "time of a step by part", "Load imbalance", "Router entropy", "Load of each layer, over the run",
         "Tokens of each expert, in all steps", "Tokens of each expert, in the newest steps",

@@ -16,7 +16,7 @@ from megalite.layout.ranks import ParallelLayout
 from megalite.observe.report.page import HERE, differences, environment, names_of, render
 from megalite.observe.run_data import MOST_LISTED, MOST_SAMPLED, RunData, read_run
 from megalite.plan.picture import STYLE as PICTURE_STYLE
-from tests.observe.report.runs import EVIL, event, start_of, write_run
+from tests.observe.report.runs import EVIL, event, sizes_at, start_of, write_run
 
 
 class Page:
@@ -245,3 +245,28 @@ def test_settings_that_follow_from_others_are_no_differences(second: set[str], f
     assert "0.003" in chosen
     assert ("lr.min_lr" in derived, "lr.min_lr" in chosen) == (follows, not follows)
     assert "3e-4" in settings  # not 0.00030000000000000003
+
+
+def test_updates_and_attention_logits_are_shown_by_layer_and_by_group(run: Path, tmp_path: Path) -> None:
+    """A group without weights has no ratio; of several runs only what they have in common as curves is shown."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    known = [{**line, **sizes_at(line["step"])} if "loss" in line else line for line in lines]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in known))
+    page, both = page_of(run), page_of(run, write_run(tmp_path / "other"))
+    (records,) = page.records["runs"]
+    steps = [*range(1, 41)]
+    updates, logits = records["layers"]["relative_update"], records["layers"]["layer_attention_logit"]
+    assert updates["names"] == ["embedding", "block_0", "block_1", "final_norm"]
+    assert (updates["steps"], logits["steps"]) == (steps, steps)
+    for at, row in enumerate(updates["rows"], 1):
+        assert row == [0.0 if step == 5 else pytest.approx(at / step / 20, rel=1e-3) for step in steps]
+    assert (logits["names"], logits["rows"]) == (["0", "1"], [[3 + at + step for step in steps] for at in (0, 1)])
+    found = {name: points for name, points in records["series"].items() if "update" in name or "logit" in name}
+    groups = {f"group_relative_update/{name}" for name in ("embedding_and_head", "muon_matrices")}
+    assert found.keys() == {*groups, "max_attention_logit"}
+    assert found["group_relative_update/muon_matrices"][1] == [2, pytest.approx(0.0125)]
+    assert found["max_attention_logit"][1] == [2, 6]
+    assert "Updates and attention logits" in page.text
+    assert "Updates and attention logits" in both.text
+    assert [one["layers"] for one in both.records["runs"]] == [{}, {}]
+    assert "Updates and attention logits" not in page_of(tmp_path / "other").text
