@@ -46,7 +46,7 @@ def polynomials(name: str, steps: int | None) -> tuple[Polynomial, ...]:
 
 
 def orthogonalised(x: Tensor, table: Sequence[Polynomial]) -> Tensor:
-    """x, [r, c] or [n, r, c], with its singular values moved towards 1 as the table does, in the dtype of x; zeros stay."""
+    """x, [r, c] or [n, r, c], with singular values moved towards 1 as the table says, in the dtype of x."""
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=statistics_dtype(x.dtype))
     x = x / norm.clamp(min=LEAST_NORM).to(x.dtype)
     tall, add = x.shape[-2] > x.shape[-1], torch.addmm if x.dim() == 2 else torch.baddbmm
