@@ -144,6 +144,5 @@ def _picture(found: Found, steps: int) -> Picture:
             curves[f"{place}, {way}"] = [
                 (width, sizes[place] / first[place]) for width, sizes in measured.after.items()
             ]
-    return chart(
-        f"mean absolute activations after {several(steps, 'step')}, over those of the smallest width", curves, WIDTH
-    )
+    title = f"mean absolute activations after {several(steps, 'step')}, over those of the smallest width"
+    return chart(title, [*curves.items()], WIDTH)

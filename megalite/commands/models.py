@@ -197,6 +197,6 @@ def report(options: Namespace, overrides: list[str]) -> Shown:
     python -m megalite report runs/first runs/second --out comparison.html
 
     One folder: its report.html. Several: comparison.html, here. A FILE that ends in .svg gets a picture of the
-    validation loss alone. A run may go on meanwhile.
+    validation loss alone, or of the training loss where one of the runs has no other. A run may go on meanwhile.
     """
     return Shown([str(write_report(options.runs, options.out))])

@@ -25,7 +25,7 @@ from megalite.config.arguments import read_arguments, shown
 from megalite.config.derive import derive
 from megalite.config.files import absolute, read_yaml, refusing
 from megalite.config.model_folder import holds_tokenizer, imported_model_settings
-from megalite.config.rule import outside
+from megalite.config.rule import example, outside
 from megalite.config.rules import check, unused
 from megalite.config.schema import Config
 from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, leaves, nested, with_values
@@ -148,9 +148,9 @@ def _value(tree: DictConfig, name: str, written: Any) -> Any:
             raise UserError(overrides.secret_problem(name))
         value = overrides.of_type(setting, value)
     except OmegaConfBaseException as error:
-        raise UserError(Problem(name, written, overrides.in_one_line(error), setting.as_default)) from error
+        raise UserError(Problem(name, written, overrides.in_one_line(error), example(setting))) from error
     except (ValueError, OverflowError) as error:  # the latter: 400 digits, and no point among them
-        raise UserError(Problem(name, written, f"must be {setting.type_words}", setting.as_default)) from error
+        raise UserError(Problem(name, written, f"must be {setting.type_words}", example(setting))) from error
     if value is not None and (problem := outside(setting, value)):
         raise UserError(problem)
     return value

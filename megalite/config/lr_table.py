@@ -3,6 +3,8 @@
 import math
 from collections.abc import Sequence
 
+from megalite.config.groups import LARGEST, NUMBER
+
 
 def flaws_of_table(points: Sequence[Sequence[float]]) -> list[str]:
     """All that is wrong with the points."""
@@ -15,7 +17,7 @@ def flaws_of_table(points: Sequence[Sequence[float]]) -> list[str]:
         tests = {
             "has a share of the steps outside 0 to 1": not 0 <= share <= 1,
             "has a share that is not above the one before": share <= before,
-            "has a factor below 0": factor < 0,
+            f"has a factor that is not {NUMBER}": not 0 <= factor <= LARGEST,
         }
         found += [f"entry {number} {flaw}" for flaw, is_so in tests.items() if is_so]
         before = share

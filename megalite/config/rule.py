@@ -93,12 +93,16 @@ class Case:
         return derive_sizes(self.config)
 
 
+def example(setting: Setting) -> str:
+    """An override of the setting that works, whatever is wrong with a value."""
+    return f"{setting.name}={SHAPES[setting.name][1]}" if setting.name in SHAPES else setting.as_default
+
+
 def outside(setting: Setting, value: Any) -> Problem | None:
     """The problem with a value of the right type, and not null, that the setting does not allow."""
     if setting.name in SHAPES:
-        flaws, example = SHAPES[setting.name]
-        wrong = flaws(value)
-        return Problem(setting.name, value, "; ".join(wrong), f"{setting.name}={example}") if wrong else None
+        wrong = SHAPES[setting.name][0](value)
+        return Problem(setting.name, value, "; ".join(wrong), example(setting)) if wrong else None
     parts, limits = value if isinstance(value, list) else [value], setting.limits
     most = limits.get("at_most", LARGEST_IN_LIST if isinstance(value, list) else LARGEST)
     if setting.choices and not {*parts} <= {*setting.choices}:

@@ -129,6 +129,11 @@ def heads_and_positions_fit(case: Case) -> Iterator[Found]:
     yield scaling == "yarn" and twice, names, "the factor is given by this together with {1}, or by {2} alone"
 
 
+def _warms_up(case: Case) -> bool:
+    """Whether the schedule has a warm-up and a least rate: all have but a table."""
+    return bool(case.config.lr.schedule != "table")
+
+
 def _scaling(case: Case) -> str | None:
     """How rotary positions are scaled; None where they are not."""
     model = case.config.model
@@ -366,8 +371,8 @@ RULES: tuple[Rule, ...] = (
     ("top_k", "not a multiple of", "top_k_groups", routes),
     ("moe.ffn_hidden_size", "not a multiple of", "etp", routes),
     ("recompute_layers", "above", "num_layers"),
-    ("warmup_steps", "above", "train.steps"),
-    ("min_lr", "above", "optimizer.lr"),
+    ("warmup_steps", "above", "train.steps", _warms_up),
+    ("min_lr", "above", "optimizer.lr", _warms_up),
     ("min_loss_scale", "above", "initial_loss_scale", lambda case: case.config.precision == "fp16"),
     ("num_attention_heads", "not a multiple of", "tp"),
     ("vocab_multiple", "below", "tp"),  # a small vocabulary, padded to it, might leave a rank without rows

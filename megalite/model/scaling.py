@@ -25,7 +25,7 @@ class Factors(NamedTuple):
     eps: float = 1.0
 
 
-# By width w and depth d. The residual stream takes 1 / d of each block, the logits 1 / w of the head's products.
+# At width w and depth d. The residual stream takes 1 / d of each block, the logits 1 / w of the head's products.
 TABLE: dict[Role, Callable[[float, float], Factors]] = {
     "input": lambda w, _: Factors(eps=1 / w),
     "hidden": lambda w, d: Factors(1 / sqrt(w), 1 / w, 1 / (w * d)),

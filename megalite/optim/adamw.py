@@ -5,7 +5,8 @@ group is a set of runs of elements with one factor of the learning rate, one wei
 has two forms of the same update:
 
 - torch's fused kernel, one call for each group through views made once. It wants one dtype: where gradients or the
-  first moment are narrower than the masters, they are widened, updated and rounded back a piece at a time.
+  first moment are narrower than the masters, they are widened, updated and rounded back a piece at a time. Cautious
+  steps go by pieces, too, of which they make three copies more.
 - a compiled kernel, one call for each bucket, which reads and writes every number once and rounds the masters into the
   parameters too: with fp32 gradients and moments and bf16 parameters 30 bytes per parameter instead of 38.
 
@@ -89,7 +90,6 @@ class FlatAdamW:
             if self._widened:  # into copies in the masters' dtype; a skipped step rounds them back to the same bits
                 gradients, exp_avg = ([tensor.to(self._dtype) for tensor in each] for each in (gradients, kept))
             rate, decay = lr if rule.factor == 1 else lr * rule.factor, rule.decay * decay_factor
-            decayed = list[Tensor]()
             if self._cautious:  # what masters are without an update; in a skipped step as they were
                 kept_share = 1.0 - rate * decay * (1.0 - skip)
                 decayed = [master * kept_share for master in masters]
@@ -108,8 +108,8 @@ class FlatAdamW:
                 grad_scale=None if exact else scale,
                 found_inf=skip,
             )
-            for updated, mean, gradient, other in zip(masters, exp_avg, gradients, decayed, strict=self._cautious):
-                torch.lerp(other, updated, _agreement(mean, gradient), out=updated)  # one of the two, exactly
+            if self._cautious:
+                _hold_back(masters, decayed, exp_avg, gradients)
             if exp_avg[0] is not kept[0]:
                 torch._foreach_copy_(kept, exp_avg)
 
@@ -171,8 +171,8 @@ def _update_rows(
     cautious: bool,
 ) -> None:
     """[n] each, factors of rate and eps and decay [n / ALIGNMENT, 1], numbers [5] and constants [5] as unpacked here:
-    step_size = lr / (1 - first^t) and root = 1 / sqrt(1 - second^t). `lr` has the schedule of weight decay."""
-    lr, step_size, root, scale, skip = numbers.unbind()
+    step_size = lr / (1 - first^t), root = 1 / sqrt(1 - second^t), and decay_rate is lr times weight decay's factor."""
+    decay_rate, step_size, root, scale, skip = numbers.unbind()
     first, rest_of_first, second, rest_of_second, eps = constants.unbind()
     applied = skip == 0
     divided = gradient.to(master.dtype) / scale
@@ -180,7 +180,7 @@ def _update_rows(
     square = second * exp_avg_sq + rest_of_second * divided * divided
     # The width is a constant here: as that of an argument it would cost a division of 64 bits for each element.
     rows = len(decay), ALIGNMENT
-    rate, size = (lr, step_size) if factor is None else (lr * factor, step_size * factor)
+    rate, size = (decay_rate, step_size) if factor is None else (decay_rate * factor, step_size * factor)
     kept = master.view(rows) * (1.0 - rate * decay)
     divisor = (square.sqrt() * root).view(rows) + (eps if eps_factor is None else eps * eps_factor)
     update = mean.view(rows) / divisor
@@ -193,6 +193,12 @@ def _update_rows(
     if parameter is not None:
         parameter.copy_(updated)
     master.copy_(updated)
+
+
+def _hold_back(updated: list[Tensor], decayed: list[Tensor], means: list[Tensor], gradients: list[Tensor]) -> None:
+    """Elements that are not to be updated become those of `decayed`. Copies are not kept beyond this by a loop's names."""
+    for master, other, mean, gradient in zip(updated, decayed, means, gradients, strict=True):
+        torch.lerp(other, master, _agreement(mean, gradient), out=master)  # one of the two, exactly
 
 
 def _agreement(mean: Tensor, gradient: Tensor) -> Tensor:

@@ -2,11 +2,11 @@
 scaled with the model. The first group whose pattern fits a name has the parameter. No torch import."""
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megalite.config.schema import Config
 from megalite.errors.problems import Problem, plain, refuse, several
@@ -25,6 +25,11 @@ class UpdateRule(NamedTuple):
     eps: float = 1.0
 
 
+def group_of(name: str, groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """The group that has the parameter of this name; an empty one where none has."""
+    return next((group for group in groups if fnmatchcase(name, group["match"])), {})
+
+
 def update_rules(records: Iterable[ParameterRecord], config: Config) -> dict[str, UpdateRule]:
     """The rule of each parameter, by its name."""
     settings, muon, found = config.optimizer, config.optimizer.muon, dict[str, UpdateRule]()
@@ -34,7 +39,7 @@ def update_rules(records: Iterable[ParameterRecord], config: Config) -> dict[str
         if settings.name == "muon" and record.stacked is not None:
             scaled, factor = muon_factor(record, config.model, muon), (muon.lr or settings.lr) / settings.lr
             decay = settings.weight_decay if muon.weight_decay is None else muon.weight_decay
-        group = next((one for one in settings.groups if fnmatchcase(record.name, one["match"])), {})
+        group = group_of(record.name, settings.groups)
         rate = group.get("lr", "1x")  # a peak, or a factor of the usual one: 0.1x
         factor = factor * float(rate[:-1]) if isinstance(rate, str) else rate / settings.lr
         found[record.name] = UpdateRule(factor * scaled, group.get("weight_decay", decay) / scaled, eps)
@@ -52,31 +57,35 @@ def group_names(records: Iterable[ParameterRecord], config: Config) -> dict[str,
             return "embedding_and_head"
         return "muon_matrices" if settings.name == "muon" and record.stacked is not None else "adamw_matrices"
 
-    def pattern_of(record: ParameterRecord) -> str | None:
-        return next((one["match"] for one in settings.groups if fnmatchcase(record.name, one["match"])), None)
-
-    return {record.name: pattern_of(record) or kind_of(record) for record in records}
+    return {record.name: group_of(record.name, settings.groups).get("match") or kind_of(record) for record in records}
 
 
 def parameters_of_groups(config: Config) -> list[list[ParameterRecord]]:
-    """The parameters of each group in the whole model, whose vocabulary need not be known yet."""
-    model = replace(config.model, vocab_size=config.model.vocab_size or 1)
-    left, found = gpt_parameters(model) if config.optimizer.groups else [], []
-    for group in config.optimizer.groups:
-        found.append([record for record in left if fnmatchcase(record.name, group["match"])])
-        left = [record for record in left if not fnmatchcase(record.name, group["match"])]
-    return found
+    """The parameters of each group in the whole model."""
+    groups = config.optimizer.groups
+    owners = [(record, group_of(record.name, groups)) for record in _whole_model(config)] if groups else []
+    return [[record for record, owner in owners if owner is group] for group in groups]
+
+
+def _whole_model(config: Config) -> list[ParameterRecord]:
+    """Its vocabulary need not be known yet."""
+    return gpt_parameters(replace(config.model, vocab_size=config.model.vocab_size or 1))
 
 
 def problems_of_groups(config: Config) -> Iterator[Problem]:
-    """Groups that have no parameter."""
+    """Groups that have no parameter, or leave nothing that decays by a schedule."""
     for group, records in zip(config.optimizer.groups, parameters_of_groups(config), strict=True):
         if not records:
-            names = [record.name for record in gpt_parameters(replace(config.model, vocab_size=1))]
+            names = [record.name for record in _whole_model(config)]
             taken = any(fnmatchcase(name, group["match"]) for name in names)
             rule = "matches only parameters that earlier groups have" if taken else "matches no parameter of the model"
             hint = "put it before them" if taken else f"match: {' or '.join(_nearest(group['match'], names))}"
             yield Problem("optimizer.groups", group["match"], rule, hint)
+    schedule, name = config.optimizer.weight_decay_schedule, "optimizer.weight_decay_schedule"
+    rules = update_rules(_whole_model(config), config) if config.optimizer.groups else {}
+    if rules and schedule != "constant" and not any(rule.decay for rule in rules.values()):
+        rule = "has no effect with optimizer.groups, which leave no weight decay"
+        yield Problem(name, schedule, rule, f"{name}=constant")
 
 
 def with_known_groups(config: Config) -> Config:

@@ -27,7 +27,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def powers(printed: str) -> dict[str, dict[str, float]]:
-    """Of each way and place."""
+    """The power of each way and place."""
     found = dict[str, dict[str, float]]()
     for line in printed.splitlines():
         if line in ("with muP", "without"):
@@ -67,7 +67,7 @@ def test_a_wrong_factor_is_seen(
 
 
 def test_an_activation_is_the_mean_over_its_tensor(words: list[str]) -> None:
-    """As a hook of one's own on the same model says; the logits by the head's definition."""
+    """Hooks on the same model see the same; the logits are those of the head's definition."""
     config = load_config([*words, "train.steps=1"], 1)
     seen = dict[str, Any]()
 

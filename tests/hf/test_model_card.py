@@ -3,6 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from megalite.config.derive import derive, derive_vocabulary
 from megalite.config.schema import Config, DataConfig, LearningRateConfig, MuonConfig, OptimizerConfig, ParallelConfig
 from megalite.hf.export import model_card
@@ -92,5 +94,23 @@ def test_it_says_whether_the_weights_are_averages() -> None:
 def test_it_says_how_rates_and_weight_decay_changed_and_that_updates_were_cautious() -> None:
     optimizer = OptimizerConfig(cautious=True, weight_decay_schedule="to_zero")
     text = card(Config(optimizer=optimizer, lr=LearningRateConfig("table", table=[[0.0, 1.0], [1.0, 0.5]])))
-    assert "| cautious AdamW, betas [0.9, 0.95], weight decay 0.1, all weight decay to zero |" in text
+    assert "| cautious AdamW, betas [0.9, 0.95], weight decay 0.1, all weight decay falling to zero |" in text
     assert "| learning rate | 0.001, table [[0.0, 1.0], [1.0, 0.5]] over 200 steps |" in text
+    text = card(Config(optimizer=OptimizerConfig(weight_decay_schedule="with_lr")))
+    assert "| AdamW, betas [0.9, 0.95], weight decay 0.1, all weight decay following the learning rate |" in text
+
+
+@pytest.mark.parametrize(
+    ("base", "words"),
+    [
+        ({"mup_base_width": 64, "mup_base_layers": 2}, "a base of width 64 with 2 layers"),
+        ({"mup_base_width": 64}, "a base of width 64"),
+        ({"mup_base_layers": 2}, "a base with 2 layers"),
+    ],
+)
+def test_it_says_of_which_base_rates_and_weight_decay_are(base: dict[str, int], words: str) -> None:
+    config = Config()
+    assert "muP" not in card(config)
+    text = card(replace(config, model=replace(config.model, **base)))
+    row = f"| muP | learning rates and weight decay are those of {words}; those of each weight, with its start values "
+    assert row + "and eps, are scaled to this model |\n| precision" in text

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalite.config.schema import OptimizerConfig
@@ -13,6 +14,7 @@ from megalite.layout.buffer_layout import SliceRange
 from megalite.optim import adamw
 from megalite.optim.adamw import FlatAdamW
 from megalite.optim.groups import UpdateRule
+from tests.optim.allocations import allocations_of
 
 BETAS, EPS, DECAY = (0.9, 0.95), 1e-8, 0.1
 NO_DECAY = UpdateRule(1.0, 0.0)
@@ -257,6 +259,27 @@ def test_numbers_whose_product_is_rounded_to_zero_agree_too(kind: Kind) -> None:
     for run in (run for runs in runs_of()[:2] for run in runs):
         part = slice(run.start, run.stop)
         assert torch.equal(optimizer.masters[run.bucket][part].sign(), -gradients[run.bucket][part].sign().float())
+
+
+@pytest.mark.parametrize(("kind", "pieces"), zip(KINDS, (3, 3, 4, 4, 5), strict=True))
+def test_a_cautious_step_makes_copies_of_a_piece(kind: Kind, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three, and one for each of gradients and first moment that is widened (docs/buffers.md)."""
+    size = 1 << 15
+    monkeypatch.setattr(adamw, "PIECE", size)
+
+    def step() -> FlatAdamW:
+        group = [SliceRange(0, 0, 4 * size)], UpdateRule(1.0, DECAY)
+        masters = [torch.ones(4 * size, dtype=kind[0])]
+        optimizer = build(kind, [group], sizes=(4 * size,), masters=masters, cautious=True)
+        with record_function("before"):
+            optimizer.gradients[0].fill_(1.0)
+        with record_function("step"):
+            step_with(optimizer, 1e-3, 1.0, False, "cpu")
+        return optimizer
+
+    allocations = allocations_of(step)[1]
+    taken = allocations.peak("step") - allocations.peak("before")
+    assert taken == pytest.approx(pieces * size * kind[0].itemsize, rel=0.01)
 
 
 class Calls(TorchDispatchMode):

@@ -110,6 +110,19 @@ def test_a_run_says_what_its_groups_are() -> None:
     assert last.endswith("lr 0.007")
 
 
+def test_a_schedule_of_weight_decay_is_refused_where_groups_leave_none() -> None:
+    def found(*groups: dict[str, Any], **optimizer: Any) -> list[tuple[str, str]]:
+        config = configured("adamw", groups=list(groups), **{"weight_decay_schedule": "to_zero"} | optimizer)
+        return [(problem.setting, problem.hint) for problem in problems_of_groups(config)]
+
+    none, name = {"match": "*", "weight_decay": 0}, "optimizer.weight_decay_schedule"
+    assert found(none) == [(name, f"{name}=constant")]
+    assert found({"match": "*weight", "weight_decay": 0}) == [(name, f"{name}=constant")]
+    assert found(none, weight_decay_schedule="constant") == []
+    assert found({"match": "embedding.*", "weight_decay": 0.1}, none) == []
+    assert found({"match": "embedding.*", "weight_decay": 0}) == []
+
+
 def test_patterns_without_a_parameter_are_all_refused_with_the_nearest_names() -> None:
     groups = [{"match": match, "lr": 0.1} for match in ("*.routr.*", "blocks.*", "blocks.1.*", "head.wieght")]
     misspelt, taken, head = problems_of_groups(configured("adamw", groups=groups))

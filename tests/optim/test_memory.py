@@ -264,6 +264,7 @@ MORE = pytest.mark.long
     ("ranks", "dtype", "options"),
     [
         (1, torch.bfloat16, NARROW),
+        (1, torch.bfloat16, {"cautious": True, **NARROW}),
         (2, torch.float32, {}),
         (2, torch.bfloat16, MOMENTS),
         (2, torch.float32, {"zero": 0}),

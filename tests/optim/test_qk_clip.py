@@ -221,7 +221,7 @@ def test_metrics_tell_the_largest_of_the_applied_steps_since_the_line_before() -
     meter = Meter(config, ParallelContext(), {})
 
     def line_after(*steps: tuple[bool, list[float]]) -> dict[str, Any]:
-        """Of steps that are skipped, or not, with these logits."""
+        """The line after steps that are skipped, or not, with these logits."""
         for step, (skipped, logits) in enumerate(steps, 1):
             metrics = StepMetrics(2.0, 1.0, 64, skipped, False, False, 1e-3, largest_logits=logits)
             meter.add(

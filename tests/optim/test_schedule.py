@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megalite.config.compose import load_config
 from megalite.config.schema import LearningRateConfig
 from megalite.optim.schedule import decay_factor, learning_rate
 from tests.config.refusal import refusal
@@ -95,6 +96,8 @@ def test_a_table_says_the_warm_up_too_and_ends_with_the_last_step() -> None:
 def test_a_table_is_a_list_of_lists_of_numbers(table: str) -> None:
     (problem,) = refusal("lr.schedule=table", f"lr.table={table}").problems
     assert (problem.setting, problem.rule) == ("lr.table", "must be a list of lists of numbers")
+    assert problem.hint == "lr.table=[[0,0.1],[0.05,1],[1,0]]"
+    assert load_config(["lr.schedule=table", problem.hint], 1).lr.table == [[0.0, 0.1], [0.05, 1.0], [1.0, 0.0]]
 
 
 def test_weight_decay_is_constant_falls_towards_zero_or_follows_the_rate() -> None:

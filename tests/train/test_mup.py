@@ -85,7 +85,7 @@ def plainly_trained(folder: Path, model: str) -> Weights:
 def assert_as_in_the_papers(folder: Path, model: str) -> None:
     config = config_of(folder, model)
     for record in gpt_parameters(config.model):
-        # By the papers' deviation, from normal numbers that no setting has scaled.
+        # Normal numbers that no setting has scaled get the papers' deviation.
         unit = ParameterRecord(record.name, record.shape, "normal", 1.0, True)
         [(_, values)] = (
             start_values([unit], config.seed) if record.init == "normal" else [("", torch.ones(record.shape))]

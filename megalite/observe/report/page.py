@@ -182,7 +182,7 @@ def _shown(setting: Any) -> Any:
 
 
 def loss_curves(runs: Sequence[RunData]) -> Picture:
-    """Validation loss of each run by step, or the training loss where a run has none. UserError without either."""
+    """Validation loss of each run by step; the training loss of all where a run has none. UserError without either."""
     name = "val_loss" if all(run.series["val_loss"].points() for run in runs) else "loss"
     curves = [[(step, mean) for step, mean, *_ in run.series[name].points()] for run in runs]
     rule = "no loss is recorded", "a run that has trained"
@@ -191,7 +191,7 @@ def loss_curves(runs: Sequence[RunData]) -> Picture:
     ]:
         raise UserError(problems)
     names = names_of(runs, differences(runs)[0])
-    return chart(name.replace("val_", "validation "), dict(zip(names, curves, strict=True)), "step")
+    return chart(name.replace("val_", "validation "), [*zip(names, curves, strict=True)], "step")
 
 
 def differences(runs: Sequence[RunData]) -> tuple[Differences, Differences]:

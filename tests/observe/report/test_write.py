@@ -110,6 +110,14 @@ def test_curves_of_the_validation_loss_are_a_picture_of_their_own(tmp_path: Path
         assert shown == pytest.approx([min(shown) + scale * (one - min(value)) for one in value], abs=0.02)
 
 
+def test_a_run_that_is_named_twice_has_two_curves(tmp_path: Path) -> None:
+    run, out = write_run(tmp_path / "run"), tmp_path / "loss.svg"
+    drawn = write_report([run, run], out).read_text()
+    assert re.findall(r'class="">(.*)</text>', drawn) == ["run", "run"]
+    first, second = (line for line in re.findall(r'<path d="(M.*)" class="c\d line"', drawn) if "h24" not in line)
+    assert first == second
+
+
 def test_a_run_without_a_loss_has_no_curve(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", steps=0)
     assert "no loss is recorded" in refused([run], tmp_path / "loss.svg")
