@@ -196,7 +196,7 @@ def _update_rows(
 
 
 def _hold_back(updated: list[Tensor], decayed: list[Tensor], means: list[Tensor], gradients: list[Tensor]) -> None:
-    """Elements that are not to be updated become those of `decayed`. Copies are not kept beyond this by a loop's names."""
+    """Elements that are not to be updated become those of `decayed`. After it, no loop's names keep copies."""
     for master, other, mean, gradient in zip(updated, decayed, means, gradients, strict=True):
         torch.lerp(other, master, _agreement(mean, gradient), out=master)  # one of the two, exactly
 

@@ -281,7 +281,6 @@ FINE = [
     ("lr.schedule=table lr.table=[[1,0]]", 1),
     ("lr.schedule=table lr.table=[[0,1e30]]", 1),
     ("steps=50 lr.schedule=table lr.table=[[0,1]] warmup_steps=51 min_lr=0.01", 1),
-    ("experiment=shakespeare_char steps=50 lr.schedule=table lr.table=[[0,1]]", 1),
     ("weight_decay_schedule=to_zero optimizer.name=muon optimizer.weight_decay=0 optimizer.muon.weight_decay=0.1", 1),
     ("pp=4", 4),
     ("pp=4 parallel.schedule=gpipe global_batch_size=3 micro_batch_size=1", 4),

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -108,7 +109,7 @@ def test_it_says_how_rates_and_weight_decay_changed_and_that_updates_were_cautio
         ({"mup_base_layers": 2}, "a base with 2 layers"),
     ],
 )
-def test_it_says_of_which_base_rates_and_weight_decay_are(base: dict[str, int], words: str) -> None:
+def test_it_says_of_which_base_rates_and_weight_decay_are(base: dict[str, Any], words: str) -> None:
     config = Config()
     assert "muP" not in card(config)
     text = card(replace(config, model=replace(config.model, **base)))

@@ -261,7 +261,7 @@ def test_numbers_whose_product_is_rounded_to_zero_agree_too(kind: Kind) -> None:
         assert torch.equal(optimizer.masters[run.bucket][part].sign(), -gradients[run.bucket][part].sign().float())
 
 
-@pytest.mark.parametrize(("kind", "pieces"), zip(KINDS, (3, 3, 4, 4, 5), strict=True))
+@pytest.mark.parametrize(("kind", "pieces"), [*zip(KINDS, (3, 3, 4, 4, 5), strict=True)])
 def test_a_cautious_step_makes_copies_of_a_piece(kind: Kind, pieces: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three, and one for each of gradients and first moment that is widened (docs/buffers.md)."""
     size = 1 << 15

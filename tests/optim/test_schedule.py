@@ -100,6 +100,12 @@ def test_a_table_is_a_list_of_lists_of_numbers(table: str) -> None:
     assert load_config(["lr.schedule=table", problem.hint], 1).lr.table == [[0.0, 0.1], [0.05, 1.0], [1.0, 0.0]]
 
 
+def test_a_recipe_for_a_longer_run_takes_a_table() -> None:
+    """Neither the recipe's warm-up nor a least rate have an effect then."""
+    words = ["experiment=shakespeare_char", "train.steps=50", "lr.schedule=table", "lr.table=[[0,1]]", "data.path=."]
+    assert load_config(words, 1).lr.table == [[0.0, 1.0]]
+
+
 def test_weight_decay_is_constant_falls_towards_zero_or_follows_the_rate() -> None:
     lrs = [PEAK / 2, PEAK, 0.7 * PEAK, 0.1 * PEAK, 0.1 * PEAK]  # the last one is beyond the run
 
