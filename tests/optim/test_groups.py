@@ -119,6 +119,7 @@ def test_a_schedule_of_weight_decay_is_refused_where_groups_leave_none() -> None
     assert found(none) == [(name, f"{name}=constant")]
     assert found({"match": "*weight", "weight_decay": 0}) == [(name, f"{name}=constant")]
     assert found(none, weight_decay_schedule="constant") == []
+    assert found() == []
     assert found({"match": "embedding.*", "weight_decay": 0.1}, none) == []
     assert found({"match": "embedding.*", "weight_decay": 0}) == []
 

@@ -38,6 +38,11 @@ def test_equal_values_lie_in_the_middle(value: float) -> None:
     assert curves_of(chart("loss", [("a", [(7, value)])], "step")) == [[(LEFT + WIDTH / 2, TOP + HEIGHT / 2)]]
 
 
+def test_values_that_differ_by_a_rounding_lie_in_the_middle() -> None:
+    ((start, end),) = curves_of(chart("loss", [("a", [(0, 1.0), (1, 1.0 + 2**-52)])], "step"))
+    assert start[1] == end[1] == TOP + HEIGHT / 2
+
+
 @pytest.mark.parametrize("ends", [(-1e300, 1e300), (0.0, 1e-290), (1e17, 1e17 + 16), (1.0, 1.0 + 1e-10)])
 def test_a_range_of_any_size_has_ticks(ends: tuple[float, float]) -> None:
     picture = chart("loss", [("a", [(0, ends[0]), (1, ends[1])])], "step")
