@@ -235,7 +235,7 @@ def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatch
             stop=job.stop.requested is not None,
             refused=bool(job.problems),
             next_local_tokens=None if coming is None or coming.planned.skipped else coming.local_tokens,
-            measures=job.config.log.update_sizes and job.is_logged(step),
+            measures=job.is_logged(step),
         )
     if spans is not None:
         record_pipeline(job, step, spans)
