@@ -98,8 +98,7 @@ class TrainStep:
         With `next_local_tokens`, those of the coming step, the next step's token count is summed in this step's
         all-reduce: an all-reduce of its own would wait behind the parameters' all-gather.
         A rank whose input was `refused` brings masked microbatches: ranks of the same model compute with them, and all
-        learn of it at the end instead of waiting for it. With `measures` the metrics tell the sizes of the update, if
-        log.update_sizes is on.
+        learn of it at the end instead of waiting for it. With `measures` and log.update_sizes the metrics tell update sizes.
         """
         training, clock = self._training, self._training.clock
         clock.switch("optimizer")
@@ -166,8 +165,7 @@ class TrainStep:
         sizes = training.update_sizes if measures else None
         before = [] if sizes is None else sizes.copies()
         self.updates = True
-        skip = skipped.to(torch.float32)
-        training.optimizer.step(self._lr, divisor=divisor, skip=skip, decay_factor=decay_factor)
+        training.optimizer.step(self._lr, divisor=divisor, skip=skipped.to(torch.float32), decay_factor=decay_factor)
         logits = self._qk_clip.step(skipped).unbind()
         squares = self._zero.new_zeros(0) if sizes is None else sizes.squares(before)
         if scale is not None:
