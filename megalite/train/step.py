@@ -98,7 +98,7 @@ class TrainStep:
         With `next_local_tokens`, those of the coming step, the next step's token count is summed in this step's
         all-reduce: an all-reduce of its own would wait behind the parameters' all-gather.
         A rank whose input was `refused` brings masked microbatches: ranks of the same model compute with them, and all
-        learn of it at the end instead of waiting for it. With `measures` and log.update_sizes the metrics tell update sizes.
+        learn of it at the end instead of waiting for it. With `measures` and log.update_sizes the metrics tell sizes.
         """
         training, clock = self._training, self._training.clock
         clock.switch("optimizer")
