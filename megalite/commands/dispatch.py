@@ -14,6 +14,7 @@ COMMANDS = {  # name: its module, its function there, and what it does
     "export": ("models", "export", "a run as a folder that transformers loads"),
     "report": ("models", "report", "draw the report of a run, or compare several"),
     "verify": ("plan", "verify", "whether a layout trains like one process"),
+    "coordinates": ("coordinates", "coordinates", "whether activations keep their size as a model grows"),
     "preflight": ("preflight", "main", "measure the nodes of a job, and name those that are slow or wrong"),
     "plan ranks": ("plan", "ranks", "who talks to whom in a layout"),
     "plan schedule": ("plan", "schedule", "who computes which microbatch when in a pipeline"),

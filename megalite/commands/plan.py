@@ -21,6 +21,7 @@ from megalite.config.rule import Case, problems_of
 from megalite.config.schema import A_YEAR_S
 from megalite.config.settings import with_values
 from megalite.errors.problems import NO_VALUE, Problem, UserError, refuse, to_stderr
+from megalite.layout.buffer_layout import Kind
 from megalite.layout.ranks import header_lines
 from megalite.layout.stages import stage_layers
 from megalite.optim.rank_buffers import bytes_of_rank, rank_buffers
@@ -132,7 +133,9 @@ def buffers(options: Namespace, overrides: list[str]) -> Shown:
     kept = partial(bytes_of_rank, precision=config.precision, optimizer=config.optimizer)
     axes, *of_experts = header_lines(world)
     about = f"{config.model.name}, {axes}, {config.precision}, vocabulary {config.model.vocab_size:,}"
-    return Shown([about, *of_experts, *buffer_lines(rank_buffers(config, world, options.rank), kept)])
+    sharers: dict[Kind, int] = {"dense": world.tp, "expert": world.etp or 1}
+    homes = sharers if config.optimizer.name == "muon" else {}
+    return Shown([about, *of_experts, *buffer_lines(rank_buffers(config, world, options.rank), kept, homes)])
 
 
 @command(

@@ -48,6 +48,7 @@ CLASHES: list[tuple[str, Values, str, Values, str]] = [
     ("moment_dtype", {"bf16"}, "precision", {"fp64"}, "does not go with {1}"),
     ("cautious", {True}, "optimizer.name", {"muon"}, "masks updates of AdamW, and does not go with {1}"),
     ("muon.dtype", bool, "precision", {"fp64"}, f"{NO_EFFECT}, in which products are fp64, too"),
+    ("optimizer.name", {"muon"}, "hidden_size", {1}, "has no matrix to update with {1}"),
     ("ownership", {"even"}, "optimizer.name", {"muon"}, "{1} updates whole matrices"),
     ("qk_clip", bool, "qk_norm", {True}, "with {1} norms bound the logits, and rows of weights have no effect on them"),
     ("communication_dtype", {"fp32"}, "gradient_dtype", {"bf16"}, "with {1} it sends twice the bytes of rounded sums"),

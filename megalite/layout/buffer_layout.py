@@ -146,7 +146,8 @@ def buffer_layout(
         for size, placed in (_cut_wholes if whole else _cut_evenly)(slots, target, shards):
             buckets.append(Bucket(precision, kind, whole, size, shards, tuple(placed)))
     buckets.sort(key=lambda bucket: max(order[slot.record.name] for slot in bucket.slots))
-    return BufferLayout(tuple(buckets))
+    work: dict[Kind, list[int]] = {"dense": [0] * dense_shards, "expert": [0] * expert_shards}
+    return BufferLayout(tuple(_balanced(one, work[one.kind]) if one.whole else one for one in buckets))
 
 
 def _cut_evenly(slots: Sequence[BufferSlot], target: int, shards: int) -> Iterator[Content]:
@@ -192,22 +193,50 @@ def _pack(content: Sequence[BufferSlot], shards: int) -> Content:
     units = {ALIGNMENT, *(slot.unit for slot in slots if slot.unit < slot.padded)}
     sizes = {_padded(least + least * more // 32, unit) for more in range(97) for unit in units}
     sizes.add(_padded(least * shards, ALIGNMENT))  # a slice that holds everything
-    tried = ((size, _first_fit(slots, size, size * shards)) for size in sorted(sizes))
+    tried = ((size, _fit(slots, size, size * shards)) for size in sorted(sizes))
     size, placed = next((size, placed) for size, placed in tried if placed)
     return size * shards, sorted(placed, key=lambda slot: slot.start)
 
 
-def _first_fit(slots: Iterable[BufferSlot], slice_size: int, end: int) -> list[BufferSlot]:
-    """The slots in [0, end), each in the first gap that takes it uncut; none where they do not all fit."""
+def _balanced(bucket: Bucket, work: list[int]) -> Bucket:
+    """The bucket with each slot, those of large units first, where the owners have the least to do of all buckets so
+    far; as it is where they do not all fit so. `work` of the owners becomes what they have then."""
+    slots = sorted(bucket.slots, key=lambda slot: (slot.unit, slot.padded), reverse=True)
+    placed = _fit(slots, bucket.slice_size, bucket.size, work.copy()) or bucket.slots
+    for slot in placed:
+        _add_work(slot, bucket.slice_size, work)
+    return replace(bucket, slots=tuple(sorted(placed, key=lambda slot: slot.start)))
+
+
+def _add_work(slot: BufferSlot, slice_size: int, work: list[int]) -> None:
+    for start in range(slot.start, slot.start + slot.padded, slot.unit):
+        work[start // slice_size] += slot.record.work
+
+
+def _fit(slots: Iterable[BufferSlot], slice_size: int, end: int, work: list[int] | None = None) -> list[BufferSlot]:
+    """The slots in [0, end), each in the first gap that takes it uncut, or with `work` of the owners where the one who
+    has the most has least; none where they do not all fit."""
     gaps, placed = [(0, end)], list[BufferSlot]()
     for slot in slots:
-        places = ((at, start) for at, gap in enumerate(gaps) for start in _uncut(slot, *gap, slice_size))
-        at, start = next(places, (-1, -1))
+        places: Iterable[tuple[int, int]] = (
+            (at, start)
+            for at, (low, high) in enumerate(gaps)
+            for first in (low, *(range(_padded(low + 1, slice_size), high, slice_size) if work else ()))
+            for start in _uncut(slot, first, high, slice_size)
+        )
+        if work:
+            places = sorted(
+                places,
+                key=lambda place: max(work[place[1] // slice_size : (place[1] + slot.padded - 1) // slice_size + 1]),
+            )
+        at, start = next(iter(places), (-1, -1))
         if at < 0:
             return []
         (low, high), stop = gaps[at], start + slot.padded
         gaps[at : at + 1] = [gap for gap in ((low, start), (stop, high)) if gap[0] < gap[1]]
         placed.append(replace(slot, start=start))
+        if work:
+            _add_work(placed[-1], slice_size, work)
     return placed
 
 

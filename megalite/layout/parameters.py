@@ -60,6 +60,16 @@ class ParameterRecord:
     def numel(self) -> int:
         return prod(self.shape)
 
+    @property
+    def work(self) -> int:
+        """What a Newton-Schulz polynomial costs in one of its matrices, in floating-point operations."""
+        *rows, columns = self.shape[self.stacked :]
+        parts = [prod(rows)]
+        if self.heads:  # queries, keys and values, each for itself
+            parts = [rows[0] * heads * rows[2] for heads in (rows[1] - 2, 1, 1)]
+        sides = [sorted((part, columns)) for part in parts]
+        return sum(4 * m * m * n + 2 * m**3 for m, n in sides)
+
 
 @dataclass(frozen=True)
 class ShardBox:

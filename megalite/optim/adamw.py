@@ -37,7 +37,8 @@ class FlatAdamW:
     """The optimizer (optimizer.py) of the masters of `buffers`, whose runs are in one of `groups` each.
 
     Buckets of `without` are another optimizer's. Each moment lies in one block of memory. Applied steps are counted on
-    the device, exactly up to 2^24. A `compiled` step wants runs that begin at multiples of ALIGNMENT.
+    the device, exactly up to 2^24. A `compiled` step wants runs that begin at multiples of ALIGNMENT; it alone can
+    round the masters into the parameters (`rounds`).
     """
 
     def __init__(
@@ -47,9 +48,10 @@ class FlatAdamW:
         settings: OptimizerConfig,
         *,
         compiled: bool,
+        rounds: bool = False,
         without: Collection[int] = (),
     ) -> None:
-        self.masters, self.gradients = buffers.masters, buffers.gradients
+        self.masters, self.gradients, self._compiled = buffers.masters, buffers.gradients, compiled
         self._dtype, self._betas, self._eps = buffers.master_dtype, settings.betas, settings.eps
         self._cautious = settings.cautious
         sizes = [0 if bucket in without else len(master) for bucket, master in enumerate(self.masters)]
@@ -58,7 +60,7 @@ class FlatAdamW:
         self.exp_avg_sq = list(torch.zeros(sum(sizes), dtype=self._dtype, device=buffers.device).split(sizes))
         self.step_count = torch.zeros((), dtype=torch.float32, device=buffers.device)
         self.before_change: Callable[[], None] = lambda: None
-        self.rounds = compiled
+        self.rounds = rounds
         self._widened = {first_moment, *(gradient.dtype for gradient in self.gradients)} != {self._dtype}
         first, second = settings.betas
         constants = [first, 1.0 - first, second, 1.0 - second, settings.eps]
@@ -76,7 +78,7 @@ class FlatAdamW:
         self.before_change()
         skip = skip.to(torch.float32)
         self.step_count += 1.0 - skip
-        (self._compiled_step if self.rounds else self._fused_step)(lr, divisor, skip, decay_factor)
+        (self._compiled_step if self._compiled else self._fused_step)(lr, divisor, skip, decay_factor)
 
     def _fused_step(self, lr: Tensor, scale: Tensor, skip: Tensor, decay_factor: float) -> None:
         # CUDA's kernel reads the rate as fp32, in fp64 too; the CPU's takes it as it is.
@@ -146,8 +148,8 @@ class FlatAdamW:
                 rows = slice(run.start // ALIGNMENT, -(-run.stop // ALIGNMENT))
                 of_rows[:, rows] = torch.tensor(rule, dtype=master.dtype)[:, None]
             factor, decay, eps = of_rows[:, :, None].to(master.device).unbind()
-            unless = factor if rates else None, decay, eps if epses else None
-            yield master, *others, None if parameter is master else parameter, *unless
+            rounded = parameter if self.rounds and parameter is not master else None
+            yield master, *others, rounded, factor if rates else None, decay, eps if epses else None
 
 
 @cache

@@ -1,7 +1,7 @@
 """Orthogonalisation by Newton-Schulz polynomials, as Muon needs it (Jordan 2024; Bernstein 2024).
 
-Each polynomial maps the singular values s of a matrix to a s + b s^3 + c s^5. After all of a table those that were in
-(0, 1] are near 1: `jordan` leaves them between 0.68 and 1.13, `quintic` between 0.98 and 1.03, `polar_express` (arXiv
+Each polynomial maps the singular values s of a matrix to a s + b s^3 + c s^5. A table takes those in (0, 1] that are
+not tiny towards 1: `jordan` leaves them between 0.68 and 1.13, `quintic` between 0.98 and 1.03, `polar_express` (arXiv
 2505.16932, its factor of 1.01 included) and `deepseek_v4` within 0.1 %. A value of 0 stays 0, and rounding noise beside
 it grows by the product of the a's: 485 with `jordan`, 79,263 with `deepseek_v4`.
 """
@@ -46,7 +46,7 @@ def polynomials(name: str, steps: int | None) -> tuple[Polynomial, ...]:
 
 
 def orthogonalised(x: Tensor, table: Sequence[Polynomial]) -> Tensor:
-    """x, [r, c] or [n, r, c], with its singular values near 1, in the dtype of x; a matrix of zeros stays so."""
+    """x, [r, c] or [n, r, c], with singular values moved towards 1 as the table says, in the dtype of x."""
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=statistics_dtype(x.dtype))
     x = x / norm.clamp(min=LEAST_NORM).to(x.dtype)
     tall, add = x.shape[-2] > x.shape[-1], torch.addmm if x.dim() == 2 else torch.baddbmm

@@ -61,5 +61,6 @@ def make_optimizer(buffers: TrainingBuffers, config: Config, context: ParallelCo
         return slice_ranges(owned, lambda record, _: rules[record.name] == rule)
 
     groups = [(runs_of(rule), rule) for rule in dict.fromkeys(rules.values())]
-    adamw = FlatAdamW(buffers, groups, settings, compiled=compiled, without=matrices)
-    return Muon(buffers, config, context, adamw) if settings.name == "muon" else adamw
+    rounds = compiled and settings.name == "adamw" and settings.qk_clip is None  # else masters change after its step
+    adamw = FlatAdamW(buffers, groups, settings, compiled=compiled, rounds=rounds, without=matrices)
+    return Muon(buffers, config, context, adamw, rules) if settings.name == "muon" else adamw

@@ -18,6 +18,8 @@ from megalite.layout.stages import stages_of
 from megalite.model.parameters import gpt_parameters
 
 KINDS: tuple[Kind, ...] = ("dense", "expert")
+# Elements of matrices that Muon updates together: few enough for a CPU core's cache, and enough to fill a GPU.
+STACK = {"cpu": 1 << 18, "cuda": 1 << 24}
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 
 
@@ -66,14 +68,18 @@ def records_of(config: Config, pp_rank: int) -> list[ParameterRecord]:
 def records_of_model(config: Config) -> list[ParameterRecord]:
     """All parameters; `stacked` are those that are matrices to the optimizer."""
     records = gpt_parameters(config.model, sequence_parallel=bool(config.parallel.sequence_parallel))
-    if config.optimizer.name == "muon":  # AdamW's are vectors, and the router (in the masters' precision) if asked for
+    if config.optimizer.name == "muon":
         routers = config.optimizer.muon.router
-        vectors = [min(prod(one.shape[one.stacked or 0 : -1]), one.shape[-1]) < 2 for one in records]
-        others = [
-            vector or (one.precision == "master" and not routers) for one, vector in zip(records, vectors, strict=True)
-        ]
-        records = [replace(one, stacked=None) if other else one for one, other in zip(records, others, strict=True)]
+        records = [one if _is_matrix(one, routers=routers) else replace(one, stacked=None) for one in records]
     return records
+
+
+def _is_matrix(record: ParameterRecord, *, routers: bool) -> bool:
+    """Whether Muon has the parameter: no vector, and a router, in the masters' precision, only with `routers`."""
+    if record.stacked is None:
+        return False
+    *rows, columns = record.shape[record.stacked :]
+    return min(prod(rows), columns) >= 2 and (routers or record.precision == "model")
 
 
 def replica_groups(kind: Kind, *, zero: bool, instances: int) -> tuple[str | None, str | None]:
@@ -122,3 +128,21 @@ def bytes_of_rank(layout: BufferLayout, precision: str, optimizer: OptimizerConf
         counts = [bucket.size] * 2 + [bucket.slice_size] * 2
         kept = StateBytes(*(sum_ + count * size for sum_, count, size in zip(kept, counts, element, strict=True)))
     return kept
+
+
+def bytes_of_update(config: Config, world: ParallelLayout, layout: BufferLayout, device: str = "cuda") -> int:
+    """The most that an update by Muon (muon.py) works on beside what is kept: gradients, momentum and U of a stack, or
+    five tensors of products. Where ranks share matrices, their parts leave, arrive and return, too: gloo holds what has
+    left until it next sends."""
+    wide, muon = BYTES["fp64" if config.precision == "fp64" else "fp32"], config.optimizer.muon
+    of_products = muon.dtype or ("fp32" if config.precision == "fp32" else "bf16")
+    narrow = wide if config.precision == "fp64" else BYTES[of_products]
+    most = [0]
+    for kind in KINDS if config.optimizer.name == "muon" else ():
+        buckets = [bucket for bucket in layout.buckets if bucket.whole and bucket.kind == kind]
+        matrices = [slot.record.shape[slot.record.stacked :] for bucket in buckets for slot in bucket.slots]
+        shared = (world.tp if kind == "dense" else world.etp or 1) > 1
+        travelling = 3 * narrow * sum(bucket.slice_size for bucket in buckets) if shared else 0
+        stack = max(STACK[device], *map(prod, matrices)) if matrices else 0
+        most.append(travelling + max(2 * wide + narrow, 5 * narrow) * stack)
+    return max(most)

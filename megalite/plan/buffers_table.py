@@ -1,18 +1,19 @@
 """The buffers of one rank as text: its buckets, with what they hold and cost."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 
 from megalite.errors.problems import several
-from megalite.layout.buffer_layout import Bucket, BufferLayout
+from megalite.layout.buffer_layout import Bucket, BufferLayout, Kind
+from megalite.layout.matrices import work_of_ranks
 from megalite.optim.rank_buffers import RankBuffers, StateBytes
 
 Kept = Callable[[BufferLayout], StateBytes]  # what a rank keeps of these buckets: `bytes_of_rank` for some settings
 
 
-def buffer_lines(buffers: RankBuffers, kept: Kept) -> Iterator[str]:
+def buffer_lines(buffers: RankBuffers, kept: Kept, homes: Mapping[Kind, int]) -> Iterator[str]:
     """All buckets together, the ranks that share them, and a line per bucket, in the order in which backward completes
-    them."""
+    them. `homes`: how many ranks of each owner orthogonalise its matrices of a kind, if any do."""
     buckets, state = buffers.layout.buckets, kept(buffers.layout)
     elements, padding, *_ = counts = _counts(*buckets)
     held = f"{elements - padding:,} parameters in {several(len(buckets), 'bucket')}"
@@ -25,7 +26,12 @@ def buffer_lines(buffers: RankBuffers, kept: Kept) -> Iterator[str]:
         owners = f"every bucket is cut into {len(ranks)} slices, owned by the ranks {', '.join(map(str, ranks))}"
         if len(ranks) == 1:
             owners = f"rank {ranks[0]} owns all of every bucket: the optimizer's state is not sharded"
-        yield f"{'experts: ' if kind == 'expert' else ''}{owners}"
+        about = "experts: " if kind == "expert" else ""
+        yield f"{about}{owners}"
+        work = work_of_ranks(buffers.layout, kind, len(ranks), homes[kind]) if kind in homes else [0]
+        if any(work):
+            least, most, mean = (f"{each / 1e9:,.4g}" for each in (min(work), max(work), sum(work) / len(work)))
+            yield f"{about}a polynomial of Muon's takes {least} to {most} GFLOP on a rank, {mean} on average"
     yield ""
     heads = ("bucket", "elements", "padding", "slice", "tensors", "MiB kept", "from .. to")
     rows: list[tuple[str, ...]] = [heads]

@@ -23,7 +23,7 @@ from megalite.errors.problems import UserError
 from megalite.layout.ranks import ParallelLayout
 from megalite.layout.stages import stages_of
 from megalite.model.parameters import padded_vocabulary, shared_width
-from megalite.optim.rank_buffers import BYTES, bytes_of_rank, rank_buffers
+from megalite.optim.rank_buffers import BYTES, bytes_of_rank, bytes_of_update, rank_buffers
 from megalite.pipeline.actions import in_flight
 from megalite.pipeline.schedules import SCHEDULES
 
@@ -139,7 +139,9 @@ def rank_memory(config: Config, world: ParallelLayout, rank: int) -> Memory:
         logits = chunk * padded_vocabulary(model) // axes.tp * width
         logits += 0 if train.compile else 12 * min(PIECE_ELEMENTS["cuda"], logits // width)  # of three fp32 tensors
         passing = max(passing, logits + 2 * stream * tokens)  # beside it the hidden states and their gradient
-    return Memory(state, int(tokens * kept * held / axes.vpp), int(passing) + WORKSPACES)
+    activations = int(tokens * kept * held / axes.vpp)
+    passing = max(passing, bytes_of_update(config, world, layout) - activations)  # the update has their room
+    return Memory(state, activations, int(passing) + WORKSPACES)
 
 
 def _block(config: Config, layer: int) -> tuple[float, float]:

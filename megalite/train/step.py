@@ -177,7 +177,7 @@ class TrainStep:
             training.buffers.average(self._ema_weight * (~skipped).double())
 
         # The all-gather of the new parameters, which the next forward waits for.
-        if not training.optimizer.rounds or len(logits):
+        if not training.optimizer.rounds:
             training.buffers.round_masters()
         training.gather.start()
         numbers = [loss, norm, tokens.double(), skipped.double(), stopping, refusing, self._lr, loss_scale.double()]

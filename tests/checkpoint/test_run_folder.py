@@ -117,6 +117,17 @@ def test_every_architecture_setting_of_the_model_is_fixed() -> None:
     }
 
 
+@pytest.mark.parametrize(("name", "other"), [("name", "muon"), ("moment_dtype", "bf16"), ("muon__router", False)])
+def test_what_decides_the_optimizers_state_is_fixed_unless_it_may_begin_anew(name: str, other: object) -> None:
+    setting = f"optimizer.{name.replace('__', '.')}"
+    [problem], changes = compare(settings(), settings(**{f"optimizer__{name}": other}))
+    assert (problem.setting, changes) == (setting, [])
+    assert "optimizer.may_change=true" in problem.hint
+    problems, changes = compare(settings(), settings(**{f"optimizer__{name}": other}, optimizer__may_change=True))
+    assert not problems
+    assert any(change.startswith(f"{setting} is now") for change in changes)
+
+
 LONGER = {"train__seq_length": 512, "model__rope_scaling": "yarn", "model__rope_scaling_factor": 2.0}
 
 

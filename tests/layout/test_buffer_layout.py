@@ -1,7 +1,7 @@
 """The buffer layout: every element of every parameter has one place and one owner, on all ranks the same."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import prod
@@ -19,10 +19,12 @@ from megalite.layout.buffer_layout import (
     Bucket,
     BufferLayout,
     BufferSlot,
+    Kind,
     OwnedRange,
     buffer_layout,
     slice_ranges,
 )
+from megalite.layout.matrices import owned_matrices, work_of_ranks
 from megalite.layout.parameters import ParameterRecord, Split
 from megalite.model.parameters import gpt_parameters
 
@@ -282,9 +284,12 @@ QWEN_30B = ModelConfig(num_layers=48, hidden_size=2048, num_attention_heads=32, 
 QWEN_30B = replace(QWEN_30B, vocab_size=151936, moe=MoEConfig(num_experts=128, top_k=8, ffn_hidden_size=768))
 
 
+REAL = [(LLAMA_8B, 8, 1), (LLAMA_8B, 64, 1), (LLAMA_8B, 128, 1), (QWEN_30B, 64, 8)]
+
+
 @pytest.mark.parametrize(
     ("model", "dp", "ep", "most", "buckets"),
-    [(LLAMA_8B, 8, 1, 0.07, 16), (LLAMA_8B, 64, 1, 0.07, 2), (LLAMA_8B, 128, 1, 0.07, 1), (QWEN_30B, 64, 8, 0.07, 49)],
+    [(*real, 0.07, buckets) for real, buckets in zip(REAL, (16, 2, 1, 49), strict=True)],
 )
 def test_whole_matrices_of_real_models_take_little_padding(
     model: ModelConfig, dp: int, ep: int, most: float, buckets: int
@@ -295,6 +300,29 @@ def test_whole_matrices_of_real_models_take_little_padding(
     filled = sum(prod(slot.shard.shape) for slot in slots(layout))
     assert 1 - filled / sum(bucket.size for bucket in layout.buckets) < most
     assert sum(bucket.whole for bucket in layout.buckets) >= buckets
+
+
+def longest_first(work: Sequence[int], ranks: int) -> list[int]:
+    """What each rank has to do, where each piece goes to the one with the least."""
+    load = [0] * ranks
+    for each in sorted(work, reverse=True):
+        load[load.index(min(load))] += each
+    return load
+
+
+@pytest.mark.parametrize(("model", "dp", "ep"), [*REAL, (replace(LLAMA_8B, num_layers=3), 4, 1)])
+def test_no_owner_has_more_work_than_if_matrices_could_lie_anywhere(model: ModelConfig, dp: int, ep: int) -> None:
+    """Nor has one less than two thirds of the mean. The work of all buckets counts, that of experts for itself."""
+    records = gpt_parameters(derive_model(model, 4096))
+    layout = buffer_layout(records, ep=(ep, 1), dense_shards=dp, expert_shards=dp // ep, ownership="whole")
+    kinds: tuple[Kind, ...] = ("dense", "expert")
+    for kind, ranks in zip(kinds, (dp, dp // ep), strict=True):
+        for homes in (1, 2):
+            work = work_of_ranks(layout, kind, ranks, homes)
+            total = [each.record.work for rank in range(ranks) for each in owned_matrices(layout, kind, rank)]
+            assert sum(work) == sum(total)
+            assert max(work) <= 1.001 * max(longest_first(total, ranks * homes))
+            assert homes > 1 or min(work) >= sum(total) / ranks * 2 / 3
 
 
 # --- the same on all ranks ---------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Mistakes of Muon, in ranks that end with them: what the comparison with one process must catch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,32 +12,30 @@ from megalite.launch.context import ParallelContext
 from megalite.layout.parameters import ParameterRecord
 from megalite.optim import muon as muon_module
 from megalite.optim import rank_buffers as rank_buffers_module
-from megalite.optim.muon import Block, Homes, Muon
+from megalite.optim.matrix_stacks import Homes, Stack
+from megalite.optim.muon import Muon
 
 
 def shards_for_themselves(context: ParallelContext, config: Config) -> None:
-    def at_home(self: Homes, blocks: Sequence[Block], parts: Sequence[Tensor], compute: Any) -> list[Tensor]:
-        shapes = [block.shards[self.index].shape for block in blocks]
-        cut = [replace(block, shape=shape) for block, shape in zip(blocks, shapes, strict=True)]
-        return [compute(block, part.view(block.shape)).flatten() for block, part in zip(cut, parts, strict=True)]
+    def at_home(self: Homes, parts: Iterable[Tensor], compute: Any) -> Iterator[Tensor]:
+        index = context.coordinates["tp"]
+        for stack, part in zip(self._stacks, parts, strict=True):
+            yield compute(stack, part.unflatten(1, stack.shards[index].shape)).flatten(1)
 
-    Homes.at_home = at_home  # type: ignore[method-assign, assignment]
+    Homes.at_home = at_home  # type: ignore[method-assign]
 
 
 def replicas_of_keys_entered_twice(context: ParallelContext, config: Config) -> None:
     """Each rank's key and value are rows of the matrix, whoever else has them."""
     right = Muon._orthogonalised
 
-    def orthogonalised(self: Muon, block: Block, whole: Tensor) -> Tensor:
-        if not block.heads:
-            return right(self, block, whole)
-        key, value, t = whole[:, -2:-1], whole[:, -1:], len(block.shards)
-        twice = torch.cat([whole[:, :-2], *[key] * t, *[value] * t], 1)
-        scale, rms, table = muon_module.SCALES[self._settings.scale], self._settings.rms, self._table
-        parts = [part.flatten(0, 2) for part in twice.split([whole.shape[1] - 2, t, t], 1)]
-        found = [muon_module.orthogonalised(each, table) * scale(len(each), each.shape[1], rms) for each in parts]
-        q, k, v = (part.unflatten(0, (len(whole), -1, whole.shape[2])) for part in found)
-        return torch.cat([q, k[:, :1], v[:, :1]], 1)
+    def orthogonalised(self: Muon, stack: Stack, whole: Tensor) -> Tensor:
+        if not stack.heads:
+            return right(self, stack, whole)
+        key, value, t = whole[:, :, -2:-1], whole[:, :, -1:], len(stack.shards)
+        parts = whole[:, :, :-2], torch.cat([key] * t, 2), torch.cat([value] * t, 2)
+        q, k, v = (self._scaled(part.flatten(1, 3)).view_as(part) for part in parts)
+        return torch.cat([q, k[:, :, :1], v[:, :, :1]], 2)
 
     Muon._orthogonalised = orthogonalised  # type: ignore[method-assign]
 
@@ -49,12 +47,11 @@ def scale_of_the_shard(context: ParallelContext, config: Config) -> None:
 
 def idle_experts_judged_by_shards(context: ParallelContext, config: Config) -> None:
     """Here the first rank's shard of each, whose gradient may be anything elsewhere."""
-    Homes.any = lambda self, flags: flags & (self.index == 0)  # type: ignore[method-assign]
+    Homes.any = lambda self, flags: flags & (context.coordinates["etp"] == 0)  # type: ignore[method-assign]
 
 
 def fused_queries_keys_and_values(context: ParallelContext, config: Config) -> None:
-    right = muon_module.blocks_of
-    muon_module.blocks_of = lambda *args: (replace(block, heads=False) for block in right(*args))
+    Muon._orthogonalised = lambda self, stack, whole: self._scaled(whole.flatten(1, -2)).view_as(whole)  # type: ignore[method-assign]
 
 
 def fused_gate_and_up(context: ParallelContext, config: Config) -> None:
@@ -69,6 +66,6 @@ def fused_gate_and_up(context: ParallelContext, config: Config) -> None:
 def clipped_too_late(context: ParallelContext, config: Config) -> None:
     """Momentum takes gradients in as they are."""
     right = Muon._direction
-    Muon._direction = lambda self, block, divisor, moves: right(  # type: ignore[method-assign]
-        self, block, torch.ones_like(divisor), moves
+    Muon._direction = lambda self, stack, divisor, moving: right(  # type: ignore[method-assign]
+        self, stack, torch.ones_like(divisor), moving
     )

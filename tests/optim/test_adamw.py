@@ -68,7 +68,8 @@ def build(kind: Kind, groups: Any = None, *, sizes: tuple[int, ...] = SLICES, **
     moment_dtype, cautious = "bf16" if first_moment == torch.bfloat16 else "fp32", options.pop("cautious", False)
     settings = OptimizerConfig(betas=BETAS, eps=EPS, moment_dtype=moment_dtype, cautious=cautious)
     given = [(decayed, UpdateRule(1.0, decay)), (plain, NO_DECAY)] if groups is None else groups
-    return FlatAdamW(buffers, given, settings, compiled=buffers.parameters is not None)
+    compiled = buffers.parameters is not None
+    return FlatAdamW(buffers, given, settings, compiled=compiled, rounds=compiled)
 
 
 def take(

@@ -18,7 +18,7 @@ from torch.profiler import record_function
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megalite.config.derive import derive
-from megalite.config.schema import Config, OptimizerConfig
+from megalite.config.schema import Config, MuonConfig, OptimizerConfig
 from megalite.data.batch import whole_batch
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import DTYPES
@@ -26,10 +26,10 @@ from megalite.launch.startup import join
 from megalite.layout.buffer_layout import buffer_layout
 from megalite.layout.parameters import ParameterRecord
 from megalite.layout.ranks import GroupNeeds, ParallelLayout
-from megalite.optim import adamw, zero
+from megalite.optim import adamw, muon, zero
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.optimizer import slices_of
-from megalite.optim.rank_buffers import StateBytes, bytes_of_element, bytes_of_rank
+from megalite.optim.rank_buffers import StateBytes, bytes_of_element, bytes_of_rank, bytes_of_update
 from megalite.train import step as step_module
 from megalite.train.build import Training, build_training, derive_device
 from megalite.train.step import TrainStep
@@ -214,6 +214,12 @@ class Taken:
     peak: int  # the most at any moment of the step
     left: int  # after it
     slices: int  # of this rank's slices of the parameters or of the gradients, whichever are less
+    update: int  # what the formula allows an update
+
+
+def many_matrices(**optimizer: Any) -> Config:
+    """A model of which most is matrices of few shapes, eight of each, and a stack of Muon's one or two of them."""
+    return config_of(hidden=256, vocabulary=512, layers=8, name="muon", **optimizer)
 
 
 def large(**optimizer: Any) -> Config:
@@ -243,12 +249,13 @@ def take(context: ParallelContext, config: Config) -> Taken:
         training, allocations = allocations_of(build_and_train)
     buffers = training.buffers
     slices = min(sum(part.nbytes for part in parts) for parts in (buffers.gradients, buffers.parameters))
-    return Taken(by_layout(training, config), allocations.peak("step"), allocations.left, slices)
+    update = bytes_of_update(config, context.layout, buffers.layout, "cpu")
+    return Taken(by_layout(training, config), allocations.peak("step"), allocations.left, slices, update)
 
 
 def assert_no_copy(taken: Taken) -> None:
     assert taken.left <= taken.kept.total + SMALL
-    assert taken.peak <= taken.kept.total + PART * taken.kept.gradients
+    assert taken.peak <= taken.kept.total + taken.update + PART * taken.kept.gradients
 
 
 MORE = pytest.mark.long
@@ -274,6 +281,17 @@ def test_a_step_copies_no_parameters_or_gradients(ranks: int, dtype: torch.dtype
     for taken in run_ranks(take, ranks, large(**options), dtype=dtype, needs=needs):
         assert taken.slices > PART * taken.kept.gradients, "a copy of them would not be seen"
         assert_no_copy(taken)
+
+
+@pytest.mark.parametrize(("tp", "optimizer"), [(1, {}), (2, {}), (1, {"muon": MuonConfig(nesterov=False)})])
+def test_an_update_by_muon_works_on_a_stack_at_a_time(tp: int, optimizer: dict[str, Any]) -> None:
+    config, layout = many_matrices(**optimizer), ParallelLayout(tp=tp, dp=2 // tp)
+    config.parallel = replace(config.parallel, tp=tp)
+    for taken in run_ranks(take, 2, config, layout=layout, dtype=torch.float32):
+        if tp == 1:
+            assert_no_copy(taken)
+        else:  # what was sent stays until a thread of gloo lets it go
+            assert taken.peak <= taken.kept.total + taken.update + PART * taken.kept.gradients
 
 
 def gradients_copied_for_the_norm(context: ParallelContext, config: Config) -> Taken:
@@ -304,6 +322,17 @@ def slices_copied_for_the_gather(context: ParallelContext, config: Config) -> Ta
 def moments_widened_at_once(context: ParallelContext, config: Config) -> Taken:
     adamw.PIECE = 1 << 60
     return take(context, config)
+
+
+def matrices_updated_at_once(context: ParallelContext, config: Config) -> Taken:
+    muon.STACK = {"cpu": 1 << 60}
+    return take(context, config)
+
+
+def test_matrices_that_are_updated_at_once_are_caught() -> None:
+    taken, _ = run_ranks(matrices_updated_at_once, 2, many_matrices(), dtype=torch.float32)
+    with pytest.raises(AssertionError):
+        assert_no_copy(taken)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Muon against its definition in fp64, block by block, and its promises about steps and experts that are left out."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from math import prod, sqrt
 from typing import Any
 
@@ -12,10 +13,11 @@ from torch.utils.flop_counter import FlopCounterMode
 from megalite.config.schema import MoEConfig, MuonConfig
 from megalite.launch.context import CPU, ParallelContext
 from megalite.layout.ranks import ParallelLayout
+from megalite.optim import matrix_stacks
 from megalite.optim import muon as muon_module
 from megalite.optim.buffers import TrainingBuffers
 from megalite.optim.optimizer import Optimizer, make_optimizer
-from megalite.optim.rank_buffers import rank_buffers
+from megalite.optim.rank_buffers import rank_buffers, records_of_model
 from megalite.tensor_parallel.collectives import TensorGroup, start_all_to_all
 from tests.config.refusal import refusal, settings
 from tests.model.small import GPT2_LIKE, LLAMA_LIKE
@@ -198,6 +200,31 @@ def test_products_in_bf16_are_near_those_in_fp32(precision: str) -> None:
     assert 1e-4 < relative(moved[1], moved[0]) < 5e-2
 
 
+@pytest.mark.parametrize(
+    ("precision", "given", "instructions", "products"),
+    [
+        ("fp64", None, False, torch.float64),
+        ("fp32", None, True, torch.float32),
+        ("fp32", "bf16", False, torch.bfloat16),
+        ("bf16", None, True, torch.bfloat16),
+        ("bf16", None, False, torch.float32),
+        ("bf16", "bf16", False, torch.bfloat16),
+        ("bf16", "fp32", True, torch.float32),
+    ],
+)
+def test_products_have_the_dtype_that_is_asked_for_or_that_the_cpu_is_fast_in(
+    precision: str, given: str | None, instructions: bool, products: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: instructions)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    seen: set[torch.dtype] = set()
+    right = muon_module.orthogonalised
+    monkeypatch.setattr(muon_module, "orthogonalised", lambda x, table: (seen.add(x.dtype), right(x, table))[1])
+    buffers, optimizer = build("gpt2", precision, dtype=given)
+    take(buffers, optimizer, gradients_of(buffers, 0), LR)
+    assert seen == {products}
+
+
 @pytest.mark.parametrize("precision", ["fp64", "bf16"])
 @pytest.mark.parametrize("poison", [torch.inf, torch.nan])
 def test_a_skipped_step_did_not_happen(precision: str, poison: float) -> None:
@@ -261,31 +288,58 @@ def test_a_bucket_has_momentum_or_moments_and_a_step_tells_before_it_changes_the
 
 def work_of_a_step(context: ParallelContext, model: str) -> tuple[int, int, int]:
     """Floating-point operations, bytes sent to other ranks, and exchanges of a step of Muon on one rank."""
-    _, optimizer = build(model, context=context)
+    _, optimizer = build(model, context=context, router=False)
     sent: list[int] = []
 
     def counted(x: Tensor, sends: list[int], receives: list[int], group: TensorGroup) -> Tensor:
-        sent.append(x.element_size() * (sum(sends) - sends[context.coordinates["tp"]]))
+        sent.append(x.element_size() * (sum(sends) - sends[group.index]))
         return start_all_to_all(x, sends, receives, group)
 
-    muon_module.start_all_to_all = counted
+    matrix_stacks.start_all_to_all = counted
     with FlopCounterMode(display=False) as counter:
         optimizer.step(torch.tensor(LR), divisor=torch.tensor(1.0), skip=torch.tensor(0.0))
     return counter.get_total_flops(), sum(sent), len(sent)
 
 
-@pytest.mark.parametrize(("layout", "exchanges"), [(ParallelLayout(dp=2), 0), (ParallelLayout(tp=2, dp=2), 2)])
-def test_a_step_of_all_ranks_costs_what_the_page_says(layout: ParallelLayout, exchanges: int) -> None:
-    buffers, _ = build("llama")
-    sides, elements = [], 0
+@pytest.mark.parametrize(
+    ("model", "layout", "exchanges"),
+    [
+        ("llama", ParallelLayout(dp=2), 0),
+        ("llama", ParallelLayout(tp=2, dp=2), 2),
+        ("moe", ParallelLayout(tp=2, dp=2, ep=2, etp=1), 2),
+        ("moe", ParallelLayout(tp=2, dp=2, ep=2, etp=2), 4),
+    ],
+)
+def test_a_step_of_all_ranks_costs_what_the_page_says(model: str, layout: ParallelLayout, exchanges: int) -> None:
+    buffers, _ = build(model)
+    operations, bytes_, work = 0, 0, 0
     for name, (slot, _) in buffers.places.items():
-        matrices = matrices_of(name, slot.record.shape, "projection") if is_matrix(name) else []
-        sides += [sorted(each.shape) for each in matrices]
-        elements += sum(each.numel() for each in matrices)
-    found = run_ranks(work_of_a_step, layout.world_size, "llama", layout=layout, dtype=torch.float64)
-    assert sum(flops for flops, _, _ in found) == sum(5 * (4 * m * m * n + 2 * m**3) for m, n in sides)
-    assert sum(sent for _, sent, _ in found) == 2 * 8 * elements * (layout.tp - 1) // layout.tp
+        matrices = matrices_of(name, slot.record.shape, "projection") if is_matrix(name, router=False) else []
+        operations += sum(4 * m * m * n + 2 * m**3 for m, n in (sorted(each.shape) for each in matrices))
+        ranks = layout.etp or 1 if slot.record.of_experts else layout.tp
+        bytes_ += 2 * 8 * sum(each.numel() for each in matrices) * (ranks - 1) // ranks
+        work += slot.record.work * prod(slot.record.shape[: slot.record.stacked]) if matrices else 0
+    found = run_ranks(work_of_a_step, layout.world_size, model, layout=layout, dtype=torch.float64)
+    assert sum(flops for flops, _, _ in found) == 5 * operations == 5 * work
+    assert sum(sent for _, sent, _ in found) == bytes_
     assert {count for _, _, count in found} == {exchanges}
+
+
+@pytest.mark.parametrize(
+    ("model", "vectors"),
+    [
+        ({**GPT2_LIKE, "ffn_hidden_size": 1}, {"mlp.up", "mlp.down"}),
+        ({"moe": replace(MOE, num_experts=1, top_k=1)}, {"moe.router"}),
+        ({"moe": replace(MOE, ffn_hidden_size=1, num_shared_experts=0)}, {"moe.experts.gate_up", "moe.experts.down"}),
+    ],
+)
+def test_what_has_a_side_of_one_is_adamws(model: dict[str, Any], vectors: set[str]) -> None:
+    config = small_config(model={**SIZES, **model}, optimizer={"name": "muon"})
+    records = [record for record in records_of_model(config) if is_matrix(record.name)]
+    assert {
+        record.name.split(".", 2)[2].removesuffix(".weight") for record in records if record.stacked is None
+    } == vectors
+    assert all(record.stacked is None for record in records_of_model(config) if not is_matrix(record.name))
 
 
 MUON = "optimizer.name=muon"
@@ -297,6 +351,12 @@ MUON = "optimizer.name=muon"
         (f"{MUON} optimizer.ownership=even", "optimizer.ownership", "whole matrices", "optimizer.ownership=whole"),
         ("optimizer.muon.momentum=0.9", "optimizer.muon.momentum", "no effect", MUON),
         ("optimizer.muon.router=false model.moe.num_experts=4", "optimizer.muon.router", "no effect", MUON),
+        (
+            f"{MUON} model.hidden_size=1 model.num_attention_heads=1 model.position=learned",
+            "optimizer.name",
+            "no matrix",
+            "adamw",
+        ),
         (f"{MUON} optimizer.muon.momentum=1", "optimizer.muon.momentum", "below 1", "momentum=0.95"),
         (f"{MUON} optimizer.muon.steps=0", "optimizer.muon.steps", "at least 1", "steps="),
         (f"{MUON} optimizer.muon.scale=spectral", "optimizer.muon.scale", "unknown choice", "match_adamw"),

@@ -24,11 +24,11 @@ TABLES: dict[str, list[Polynomial]] = {
     ],
     "deepseek_v4": [JORDAN] * 8 + [(2.0, -1.5, 0.5)] * 2,
 }
-BANDS = [  # of singular values after the table, for matrices of this condition
-    ("jordan", 10.0, 0.68, 1.14),
-    ("quintic", 10.0, 0.97, 1.04),
-    ("polar_express", 1e2, 0.99, 1.01),
-    ("deepseek_v4", 1e3, 0.999, 1.001),
+BANDS = [  # what docs/optimizer.md says of singular values after a table, for matrices of this condition, and digits
+    ("jordan", 10.0, (0.68, 1.13), 2),
+    ("quintic", 10.0, (0.98, 1.03), 2),
+    ("polar_express", 1e2, (1.0, 1.0), 3),
+    ("deepseek_v4", 1e3, (1.0, 1.001), 3),
 ]
 
 
@@ -54,16 +54,22 @@ def of_condition(condition: float, rows: int = 48, columns: int = 80) -> Tensor:
     return torch.einsum("ik,k,jk->ij", left, values, right)
 
 
-@pytest.mark.parametrize(("name", "condition", "low", "high"), BANDS)
+@pytest.mark.parametrize(("name", "condition", "band", "digits"), BANDS)
 def test_singular_values_follow_the_polynomials_into_the_band_of_the_table(
-    name: str, condition: float, low: float, high: float
+    name: str, condition: float, band: tuple[float, float], digits: int
 ) -> None:
     x = of_condition(condition)
     found = torch.linalg.svdvals(orthogonalised(x, polynomials(name, None)))
     start = torch.linalg.svdvals(x) / x.norm()
-    wanted = reduce(lambda s, p: p[0] * s + p[1] * s**3 + p[2] * s**5, TABLES[name], start)
-    torch.testing.assert_close(found, wanted.sort(descending=True).values, rtol=1e-12, atol=0)
-    assert low < found.min() <= found.max() < high
+    torch.testing.assert_close(found, mapped(start, name).sort(descending=True).values, rtol=1e-12, atol=0)
+    # Any matrix whose least value is as large: values are at most 1.
+    ends = mapped(torch.linspace(float(start.min()), 1.0, 10**5, dtype=torch.float64), name)
+    assert (round(float(ends.min()), digits), round(float(ends.max()), digits)) == band
+
+
+def mapped(values: Tensor, name: str) -> Tensor:
+    """Singular values after all polynomials of a table."""
+    return reduce(lambda s, p: p[0] * s + p[1] * s**3 + p[2] * s**5, TABLES[name], values)
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -99,10 +105,13 @@ def test_a_table_is_cut_or_goes_on_with_the_last_polynomial(name: str) -> None:
         assert list(polynomials(name, steps)) == (whole + [whole[-1]] * 3)[:steps]
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(48, 80), (80, 48)])
-def test_narrow_products_are_near_and_keep_the_dtype(dtype: torch.dtype, bound: float, shape: tuple[int, int]) -> None:
+def test_narrow_products_are_near_and_keep_the_dtype(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """Each of the three products of a polynomial rounds by up to half an eps, and sums of terms of both signs are up to
+    |a| + |b| + |c| times the result; later polynomials with a slope below 1 at most keep what came before."""
     x, table = normal(*shape), polynomials("jordan", None)
     found, wanted = orthogonalised(x.to(dtype), table), orthogonalised(x, table)
     assert found.dtype == dtype
+    bound = len(table) * sum(map(abs, JORDAN)) * 3 / 2 * torch.finfo(dtype).eps
     assert 0 < (found.double() - wanted).norm() / wanted.norm() < bound

@@ -22,7 +22,7 @@ from megalite.layout.parameters import Shard, ShardBox
 from megalite.model.attention import Attention
 from megalite.model.gpt import GPT
 from megalite.model.parameters import gpt_parameters
-from megalite.optim.adamw import FlatAdamW
+from megalite.optim.optimizer import make_optimizer
 from megalite.optim.qk_clip import rows_of
 from megalite.train.build import Training, build_training
 from megalite.train.metrics import Meter, StepMetrics
@@ -127,17 +127,29 @@ def test_a_step_after_the_clip_has_logits_of_the_threshold() -> None:
     assert torch.equal(training.buffers.parameters[0], training.buffers.masters[0])
 
 
-def test_a_skipped_step_clips_nothing_and_parameters_are_rounded_masters(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_step_clips_nothing_and_parameters_are_rounded_masters() -> None:
     _, training, step = build("gpt2", "bf16", qk_clip=0.5)
     before = masters_of(training)
     step(batches_of("gpt2"), 0, 0.02)
     assert all(torch.equal(value, before[name]) for name, value in masters_of(training).items())
-    # As on CUDA, where the optimizer itself writes parameters, before the clip.
-    monkeypatch.setattr(FlatAdamW, "_compiled_step", FlatAdamW._fused_step)
-    training.optimizer.rounds = True
     step(batches_of("gpt2"), 400, 0.02)
     for parameters, masters in zip(training.buffers.parameters, training.buffers.masters, strict=True):
         assert torch.equal(parameters, masters.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("name", "qk_clip", "rounds"), [("adamw", None, True), ("adamw", 0.5, False), ("muon", None, False)]
+)
+def test_masters_are_rounded_once_by_the_compiled_update_or_after_all_changes(
+    name: str, qk_clip: float | None, rounds: bool
+) -> None:
+    config, training, _ = build("gpt2", "bf16", name=name, qk_clip=qk_clip)
+    config.train.compile = True
+    gpu = ParallelContext(dtype=torch.bfloat16, device=torch.device("cuda", 0))
+    optimizer: Any = make_optimizer(training.buffers, config, gpu)
+    assert optimizer.rounds == rounds
+    rows = (optimizer if name == "adamw" else optimizer._rest)._rows
+    assert [parameter is not None for _, _, _, _, parameter, *_ in rows] == [rounds] * len(rows)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -79,6 +79,22 @@ def test_gpt2_on_four_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[-1] == ["all", "124,475,904", "0", "31,118,976", "148", f"{124_475_904 * (6 + 12 / 4) / 2**20:,.1f}"]
 
 
+def test_with_muon_the_work_of_ranks_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """A block of GPT-2 has four matrices with sides of 768 (q, k, v and out), and two of 768 by 3,072."""
+    square, wide = 6 * 768**3 / 1e9, 18 * 768**3 / 1e9
+    whole = 12 * (4 * square + 2 * wide)
+    of_rank = "a polynomial of Muon's takes {:,.4g} to {:,.4g} GFLOP on a rank, {:,.4g} on average"
+    assert of_rank.format(*[whole / 4] * 3) in shown(capsys, *GPT2, "optimizer=muon", "--dp", "4")
+    # An owner has four of the 48 stored matrices: of q, k and v, of out and two wide ones, for two ranks of tp.
+    lines = shown(capsys, *GPT2, "optimizer=muon", "parallel.tp=2", "--dp", "12", "train.global_batch_size=48")
+    assert of_rank.format(wide + square, 2 * wide, whole / 24) in lines
+    experts = [
+        line for line in shown(capsys, "model=tiny_moe", "optimizer=muon", "--world-size", "2") if "GFLOP" in line
+    ]
+    assert [line.startswith("experts: ") for line in experts] == [True, False]
+    assert not any("polynomial" in line for line in shown(capsys, *GPT2, "optimizer.ownership=whole", "--dp", "4"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "owners"),
     [
