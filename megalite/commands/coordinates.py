@@ -4,7 +4,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from math import gcd
+from math import gcd, inf, isfinite, isnan, nan
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +15,7 @@ from megalite.config.schema import Config
 from megalite.config.settings import value_of, yaml_value
 from megalite.errors.problems import Problem, UserError, refuse, several, to_stderr
 from megalite.observe.terminal import curve
+from megalite.optim.groups import with_known_groups
 from megalite.plan.chart import chart
 from megalite.plan.picture import Picture
 
@@ -58,7 +59,7 @@ def coordinates(options: Namespace, overrides: list[str]) -> Shown:
     from megalite.verify.coordinates import measure
 
     found = {way: measure(plan, partial(_tell, way)) for way, plan in plans.items()}
-    flat = all(abs(found[WITH].power(place)) <= FLAT for place in found[WITH].places)
+    flat = _worst(found[WITH])[0] <= FLAT
     return Shown(_lines(found, options.steps), int(not flat), lambda: _picture(found, options.steps))
 
 
@@ -104,7 +105,8 @@ def _plan(widths: Sequence[int], steps: int, overrides: Sequence[str], *, scaled
         sizes = {name: size * width // shape.hidden_size for name, size in growing.items()}
         sizes |= {WIDTH: width, BASE: base, LAYERS: layers, "train.steps": steps}
         kept = [word for word in overrides if names_of([word]).isdisjoint(sizes)]
-        plan[width] = load_config([*kept, *usual, *(f"{name}={yaml_value(value)}" for name, value in sizes.items())], 1)
+        words = [*kept, *usual, *(f"{name}={yaml_value(value)}" for name, value in sizes.items())]
+        plan[width] = with_known_groups(load_config(words, 1))
     refuse(problems)
     return plan
 
@@ -128,10 +130,18 @@ def _lines(found: Found, steps: int) -> Iterator[str]:
         yield from curve(np.array(without), np.array(scaled))
     yield ""
     for way, measured in found.items():
-        steepest = max(measured.places, key=lambda place: abs(measured.power(place)))
-        power = measured.power(steepest)
-        kept = "activations keep their size" if abs(power) <= FLAT else "activations do not keep their size"
-        yield f"{way}: {kept}; the steepest, {steepest}, go as width^{power:+.2f}"
+        excess, place = _worst(measured)
+        kept = "activations keep their size" if excess <= FLAT else "activations do not keep their size"
+        shown = f"go as width^{measured.power(place):+.2f}" if isfinite(excess) else "are 0 or not finite"
+        yield f"{way}: {kept}; the steepest, {place}, {shown}"
+
+
+def _worst(measured: "Measured") -> tuple[float, str]:
+    """The place whose activations keep their size least, and by what power. Logits may shrink: they start as a random
+    sum, smaller with the width, and few steps leave them so."""
+    powers = {place: measured.power(place) for place in measured.places}
+    excess = {place: power if place == "logits" else abs(power) for place, power in powers.items()}
+    return max((inf if isnan(power) else power, place) for place, power in excess.items())
 
 
 def _picture(found: Found, steps: int) -> Picture:
@@ -142,7 +152,7 @@ def _picture(found: Found, steps: int) -> Picture:
         shown = [place for place in measured.places if place in ("embedding", measured.places[-2], "logits")]
         for place in shown:
             curves[f"{place}, {way}"] = [
-                (width, sizes[place] / first[place]) for width, sizes in measured.after.items()
+                (width, sizes[place] / (first[place] or nan)) for width, sizes in measured.after.items()
             ]
     title = f"mean absolute activations after {several(steps, 'step')}, over those of the smallest width"
     return chart(title, [*curves.items()], WIDTH)

@@ -157,6 +157,7 @@ def is_held(record: ParameterRecord, stage: StageLayers) -> bool:
     return place in stage.layers if isinstance(place, int) else any(getattr(stage, end) for end in place)
 
 
-def is_counted(record: ParameterRecord, *, embedding: bool) -> bool:
-    """Whether a stage that holds the parameter is the one that counts it: of a tied embedding, the one that embeds."""
-    return embedding or record.place != ("embedding", "loss")
+def is_counted(record: ParameterRecord, box: ShardBox, *, embedding: bool) -> bool:
+    """Whether a rank counts the box that it holds: on the first of those that hold it alike, of a tied embedding on a
+    stage that embeds (`embedding`)."""
+    return box.counted and (embedding or record.place != ("embedding", "loss"))

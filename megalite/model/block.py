@@ -128,7 +128,9 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, place: TpContext, recompute: Recompute, *, ffn: int | None = None) -> None:
         """`ffn`: the inner width, by default the model's."""
         super().__init__()
-        self.activation = recompute.wrap("activation", ACTIVATIONS[config.activation])
+        activation = recompute.wrap("activation", ACTIVATIONS[config.activation])
+        # Without a bias there is nothing to sum, and another shape would hide a product from the collective beside it.
+        self.activation = partial(activated, activation) if config.bias else activation
         self.inner, outputs = inner_projection(config, ffn)  # its name: `up` or `gate_up`
         columns = Split(len(outputs) - 1)
         inner = ColumnParallelLinear(
@@ -139,5 +141,5 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h], with sequence parallelism [s/t, b, h] -> [s/t, b, h]"""
-        out: Tensor = self.down(activated(self.activation, getattr(self, self.inner)(x)))
+        out: Tensor = self.down(self.activation(getattr(self, self.inner)(x)))
         return out

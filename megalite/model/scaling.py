@@ -25,7 +25,7 @@ class Factors(NamedTuple):
     eps: float = 1.0
 
 
-# At width w and depth d. The residual stream takes 1 / d of each block, the logits 1 / w of the head's products.
+# Functions of width w and depth d. The residual stream takes 1 / d of each block, the logits 1 / w of the head.
 TABLE: dict[Role, Callable[[float, float], Factors]] = {
     "input": lambda w, _: Factors(eps=1 / w),
     "hidden": lambda w, d: Factors(1 / sqrt(w), 1 / w, 1 / (w * d)),
@@ -36,9 +36,12 @@ TABLE: dict[Role, Callable[[float, float], Factors]] = {
     "router": lambda w, d: Factors(1 / w, 1 / w, 1 / d),
     "output": lambda w, _: Factors(1 / w, 1 / w),
 }
-# Powers of 1 / width in Muon's rate, that an update's largest singular value follows sqrt(outputs / inputs) (Yang et
-# al. 2023, arXiv 2310.17813): of matrices both sides of which grow, and of those whose inputs alone do.
-MUON_POWERS = {"match_adamw": (0.5, 1.0), "max_ratio": (0.0, 0.5), "ratio": (0.0, 0.0)}
+# What Muon multiplies the orthogonalised update of a matrix by, by its rows (outputs), columns and optimizer.muon.rms.
+SCALES: dict[str, Callable[[float, float, float], float]] = {
+    "match_adamw": lambda rows, columns, rms: rms * sqrt(max(rows, columns)),
+    "max_ratio": lambda rows, columns, _: sqrt(max(1.0, rows / columns)),
+    "ratio": lambda rows, columns, _: sqrt(rows / columns),
+}
 
 
 def growth(model: ModelConfig) -> tuple[float, float]:
@@ -53,10 +56,16 @@ def factors_of(role: Role, model: ModelConfig) -> Factors:
 
 
 def muon_factor(record: ParameterRecord, model: ModelConfig, muon: MuonConfig) -> float:
-    """What Muon's rate of a matrix is multiplied by."""
-    (width, depth), (both, inputs) = growth(model), MUON_POWERS[muon.scale]
-    power = inputs if record.role == "router" or (record.heads and muon.qkv == "head") else both
-    return 1.0 / (float(width**power) * (depth if record.role == "residual" else 1.0))
+    """What Muon's rate of a matrix is multiplied by, that an update's largest singular value follows sqrt(outputs /
+    inputs) as the model grows (Yang et al. 2023, arXiv 2310.17813). The outputs of routers and heads do not grow."""
+    (width, depth), (rows, columns) = growth(model), record.shape[-2:]
+    fixed = record.role == "router" or (record.heads and muon.qkv == "head")
+
+    def wanted(rows: float, columns: float) -> float:
+        return sqrt(rows / columns) / SCALES[muon.scale](rows, columns, muon.rms)
+
+    at_base = wanted(rows if fixed else rows / width, columns / width)
+    return wanted(rows, columns) / at_base / (depth if record.role == "residual" else 1.0)
 
 
 def lines_of_scaling(model: ModelConfig) -> Iterator[str]:

@@ -59,11 +59,7 @@ def owned_for_norm(
     Each element enters the norm once: one tp rank counts a replicated parameter, the first optimizer replica counts
     slices that all replicas own, the stage that `embeds` counts a tied embedding. Padding is zero and may be counted.
     """
-
-    def elsewhere(record: ParameterRecord, box: ShardBox) -> bool:
-        return not (box.counted and is_counted(record, embedding=embeds))
-
-    others = slice_ranges(buffers.owned, elsewhere)
+    others = slice_ranges(buffers.owned, lambda record, box: not is_counted(record, box, embedding=embeds))
     parts = []
     for number, (bucket, gradients) in enumerate(zip(buffers.layout.buckets, buffers.gradients, strict=True)):
         if replicas[bucket.kind].replica > 0:

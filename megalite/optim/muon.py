@@ -13,7 +13,6 @@ of an expert that had no token in the step is left alone: momentum would move it
 """
 
 from collections.abc import Callable, Mapping
-from math import sqrt
 
 import torch
 from torch import Tensor
@@ -23,18 +22,13 @@ from megalite.launch.context import ParallelContext
 from megalite.launch.device import slow_precision
 from megalite.layout.buffer_layout import Kind
 from megalite.layout.matrices import owned_matrices
+from megalite.model.scaling import SCALES
 from megalite.optim.adamw import FlatAdamW
 from megalite.optim.buffers import TrainingBuffers, dtype_of
 from megalite.optim.groups import UpdateRule
 from megalite.optim.matrix_stacks import Homes, Stack, sharers, stacks_of
 from megalite.optim.newton_schulz import orthogonalised, polynomials
 from megalite.optim.rank_buffers import KINDS, STACK
-
-SCALES: dict[str, Callable[[int, int, float], float]] = {
-    "match_adamw": lambda rows, columns, rms: rms * sqrt(max(rows, columns)),
-    "max_ratio": lambda rows, columns, _: sqrt(max(1.0, rows / columns)),
-    "ratio": lambda rows, columns, _: sqrt(rows / columns),
-}
 
 
 class Muon:

@@ -9,7 +9,14 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-from megalite.config.schema import LearningRateConfig
+from megalite.config.schema import Config, LearningRateConfig
+
+
+def step_rates(step: int, config: Config) -> tuple[float, float]:
+    """Learning rate of `step` (from 0), and the share of each weight decay that it has."""
+    peak, steps = config.optimizer.lr, config.train.steps
+    lr = learning_rate(step, config.lr, peak=peak, steps=steps)
+    return lr, decay_factor(step, config.optimizer.weight_decay_schedule, lr=lr, peak=peak, steps=steps)
 
 
 def learning_rate(step: int, config: LearningRateConfig, *, peak: float, steps: int) -> float:

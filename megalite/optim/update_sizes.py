@@ -42,7 +42,8 @@ def _cells(config: Config) -> list[tuple[ParameterRecord, Cell]]:
 
 
 class UpdateSizes:
-    """Measures updates of the masters of `buffers`. `embeds`: this rank's stages embed tokens."""
+    """Measures updates of the masters of `buffers`, of which a rank may have none. `embeds`: this rank's stages embed
+    tokens."""
 
     def __init__(
         self,
@@ -60,7 +61,7 @@ class UpdateSizes:
         owned = [each for each in buffers.owned if replicas[kinds[each.bucket]].replica == 0]
 
         def is_counted_in(cell: Cell, record: ParameterRecord, box: ShardBox) -> bool:
-            return cell_of[record.name] == cell and box.counted and is_counted(record, embedding=embeds)
+            return cell_of[record.name] == cell and is_counted(record, box, embedding=embeds)
 
         self._ranges = {cell: slice_ranges(owned, partial(is_counted_in, cell)) for cell in elements_of(config)}
 
@@ -71,10 +72,9 @@ class UpdateSizes:
     @torch.no_grad()
     def squares(self, before: list[Tensor]) -> Tensor:
         """After a step, from copies, which are used up: sums of squares of the update and of the weights, of all ranks,
-        [2, cells] fp64. Collective, one all-reduce; without copies [2, 0], and nothing happens."""
-        if not before:
-            return self._none.new_zeros(2, 0)
-        torch._foreach_sub_(before, self._masters)
+        [2, cells] fp64. Collective, one all-reduce."""
+        if before:
+            torch._foreach_sub_(before, self._masters)
         own = [[self._square(slices, cell) for cell in self._ranges] for slices in (before, self._masters)]
         summed = torch.stack([torch.stack(row) for row in own])
         if self._world is not None:

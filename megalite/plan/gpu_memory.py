@@ -2,8 +2,8 @@
 
 What stays is known to the byte (rank_buffers.py). What forward keeps for backward are the tensors that compiled blocks
 were seen to keep, with attention that stores no probabilities. At the peak all of it is there, and the largest of what
-comes and goes: the logits of a chunk, or what the last block's backward works on. Ranks of experts are taken to have
-equal shares of the rows.
+comes and goes: the logits of a chunk, or what the last block's backward works on. An update has the room of both, but
+not of CUDA graphs, which keep it. Ranks of experts are taken to have equal shares of the rows.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ WORKSPACES = 80 << 20  # bytes that cuBLAS and cuBLASLt take from torch's alloca
 class Memory:
     """Bytes of one rank, by what they are for."""
 
-    state: int  # parameters, gradients, masters, moments; with log.update_sizes a copy of masters
+    state: int  # parameters, gradients, masters, moments
     activations: int  # of all microbatches in flight
     passing: int  # the largest that comes and goes
     outside: int = OUTSIDE
@@ -119,8 +119,6 @@ def rank_memory(config: Config, world: ParallelLayout, rank: int) -> Memory:
     layout, width = rank_buffers(config, world, rank).layout, BYTES[config.precision]
     state = bytes_of_rank(layout, config.precision, config.optimizer).total
     tokens = train.micro_batch_size * train.seq_length // axes.cp
-    if config.log.update_sizes:  # a copy of masters; a CUDA graph keeps the memory of activations beside it
-        state += max(width, 4) * sum(bucket.slice_size for bucket in layout.buckets)
     stream = model.hidden_size * width
     local = stream / (axes.tp if axes.sequence_parallel else 1)
     layers = model.num_layers if train.recompute_layers is None else train.recompute_layers
@@ -140,7 +138,11 @@ def rank_memory(config: Config, world: ParallelLayout, rank: int) -> Memory:
         logits += 0 if train.compile else 12 * min(PIECE_ELEMENTS["cuda"], logits // width)  # of three fp32 tensors
         passing = max(passing, logits + 2 * stream * tokens)  # beside it the hidden states and their gradient
     activations = int(tokens * kept * held / axes.vpp)
-    passing = max(passing, bytes_of_update(config, world, layout) - activations)  # the update has their room
+    update = bytes_of_update(config, world, layout)
+    if config.log.update_sizes:  # a copy of masters
+        update += max(width, 4) * sum(bucket.slice_size for bucket in layout.buckets)
+    graphs = world.world_size == 1 and train.cuda_graph is not False
+    passing = passing + update if graphs else max(passing, update - activations)
     return Memory(state, activations, int(passing) + WORKSPACES)
 
 

@@ -78,8 +78,9 @@ class Training:
     gather: ParameterGather
     loss_scale: LossScale | None  # in fp16
     spikes: SpikeWindow | None  # with train.skip_spikes
-    update_sizes: UpdateSizes
+    update_sizes: UpdateSizes | None  # with log.update_sizes
     clock: StepClock
+    embeds: bool  # this rank's stages embed tokens
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -189,8 +190,8 @@ def build_training(
     spikes = SpikeWindow(config.train, context.device) if config.train.skip_spikes else None
     optimizer = make_optimizer(buffers, config, context)
     embeds, world = any(chunk.embeds for chunk in chunks), context.group("world")
-    sizes = UpdateSizes(buffers, replicas, config, embeds=embeds, world=world)
-    return Training(chunks, executor, buffers, optimizer, replicas, sync, gather, scale, spikes, sizes, clock)
+    sizes = UpdateSizes(buffers, replicas, config, embeds=embeds, world=world) if config.log.update_sizes else None
+    return Training(chunks, executor, buffers, optimizer, replicas, sync, gather, scale, spikes, sizes, clock, embeds)
 
 
 def build_chunks(config: Config, context: ParallelContext, waiting: Waiting) -> list[GPT]:

@@ -35,7 +35,7 @@ from megalite.errors.problems import Problem, UserError, refuse, several
 from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
 from megalite.launch.process import StopSignals
 from megalite.launch.watchdog import SAVES, Doing, after_report_s
-from megalite.optim.schedule import decay_factor, learning_rate
+from megalite.optim.schedule import step_rates
 from megalite.pipeline.simulator import Span
 from megalite.train.build import MICRO, Training, data_share
 from megalite.train.evaluate import ValidationMetrics, evaluate, sample
@@ -222,20 +222,19 @@ def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatch
     if data.planned.skipped:
         job.training.clock.restart()  # a step that computes nothing takes no time
         return None
-    every, step, optimizer = job.config.train.record_pipeline, data.planned.step, job.config.optimizer
-    peak, steps = optimizer.lr, job.config.train.steps
-    lr = learning_rate(step - 1, job.config.lr, peak=peak, steps=steps)
+    every, step = job.config.train.record_pipeline, data.planned.step
+    lr, decay = step_rates(step - 1, job.config)
     job.problems = job.problems or data.problems
     with job.training.executor.recording() if every and step % every == 0 else nullcontext() as spans:
         metrics = train_step(
             data.microbatches,
             data.local_tokens,
             lr,
-            decay_factor=decay_factor(step - 1, optimizer.weight_decay_schedule, lr=lr, peak=peak, steps=steps),
+            decay_factor=decay,
             stop=job.stop.requested is not None,
             refused=bool(job.problems),
             next_local_tokens=None if coming is None or coming.planned.skipped else coming.local_tokens,
-            measures=job.config.log.update_sizes and job.is_logged(step),
+            measures=job.is_logged(step),
         )
     if spans is not None:
         record_pipeline(job, step, spans)

@@ -122,7 +122,7 @@ class Meter:
         name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else "cpu"
         self._peak = peak_flops(name, str(context.dtype).removeprefix("torch."))
         self._flops = [flops_per_token(config.model, self._seq_length, causal=causal) for causal in (False, True)]
-        self._elements = elements_of(config)
+        self._elements = elements_of(config) if config.log.update_sizes else {}
         self._begin()
 
     def _begin(self) -> None:

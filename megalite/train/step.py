@@ -72,8 +72,7 @@ class TrainStep:
         self._data_parallel = context.group("dp-cp")
         self._world = context.group("world")
         self._partial_gradients = partial_gradients(training.buffers, context)
-        embeds = any(chunk.embeds for chunk in training.chunks)
-        self._counted_gradients = owned_for_norm(training.buffers, training.replicas, embeds=embeds)
+        self._counted_gradients = owned_for_norm(training.buffers, training.replicas, embeds=training.embeds)
         self._adds_loss = training.chunks[-1].has_loss and context.index("tp") == 0  # ranks of tp compute the same
         self._zero = torch.zeros((), dtype=torch.float64, device=training.buffers.device)
         self._lr = torch.zeros_like(self._zero)
@@ -99,7 +98,7 @@ class TrainStep:
         With `next_local_tokens`, those of the coming step, the next step's token count is summed in this step's
         all-reduce: an all-reduce of its own would wait behind the parameters' all-gather.
         A rank whose input was `refused` brings masked microbatches: ranks of the same model compute with them, and all
-        learn of it at the end instead of waiting for it. With `measures` the metrics tell the sizes of the update.
+        learn of it at the end instead of waiting for it. With `measures` and log.update_sizes the metrics tell sizes.
         """
         training, clock = self._training, self._training.clock
         clock.switch("optimizer")
@@ -163,12 +162,12 @@ class TrainStep:
         # before this rank's slices are updated.
         training.gather.finish()
         self._lr.fill_(lr)
-        before = training.update_sizes.copies() if measures else []
+        sizes = training.update_sizes if measures else None
+        before = [] if sizes is None else sizes.copies()
         self.updates = True
-        skip = skipped.to(torch.float32)
-        training.optimizer.step(self._lr, divisor=divisor, skip=skip, decay_factor=decay_factor)
+        training.optimizer.step(self._lr, divisor=divisor, skip=skipped.to(torch.float32), decay_factor=decay_factor)
         logits = self._qk_clip.step(skipped).unbind()
-        squares = training.update_sizes.squares(before)
+        squares = self._zero.new_zeros(0) if sizes is None else sizes.squares(before)
         if scale is not None:
             scale.update(overflow.to(torch.float32))
         self._routers.update(routing, skipped.double())

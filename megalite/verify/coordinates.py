@@ -7,6 +7,7 @@ that what a step does at one width it does at all (Yang et al. 2022, arXiv 2203.
 
 from collections.abc import Callable, Mapping
 from itertools import islice
+from math import isfinite, nan
 from typing import NamedTuple
 
 import numpy as np
@@ -22,7 +23,7 @@ from megalite.data.open import open_data
 from megalite.launch.context import ParallelContext
 from megalite.launch.device import choose_device, choose_precision
 from megalite.launch.process import ProcessEnvironment
-from megalite.optim.schedule import learning_rate
+from megalite.optim.schedule import step_rates
 from megalite.prepare.prepare import prepare
 from megalite.train.build import Training, build_training, derive_device, fill_with_start_values
 from megalite.train.step import TrainStep
@@ -41,9 +42,11 @@ class Measured(NamedTuple):
         return [*next(iter(self.after.values()))]
 
     def power(self, place: str) -> float:
-        """The p with which the activations after the last step grow as width^p: a line through the logarithms."""
+        """The p with which the activations after the last step grow as width^p: a line through the logarithms. NaN
+        where some are 0 or not finite."""
         widths, sizes = zip(*((width, sizes[place]) for width, sizes in self.after.items()), strict=True)
-        return float(np.polyfit(np.log(widths), np.log(sizes), 1)[0])
+        known = all(isfinite(size) and size > 0 for size in sizes)
+        return float(np.polyfit(np.log(widths), np.log(sizes), 1)[0]) if known else nan
 
 
 def measure(configs: Mapping[int, Config], say: Callable[[int], object]) -> Measured:
@@ -68,8 +71,8 @@ def _train(config: Config) -> tuple[Sizes, Sizes]:
         batches = [*islice(arriving, config.train.steps)]
     before = _activations(training, batches[0].microbatches[0])
     for number, batch in enumerate(batches):
-        rate = learning_rate(number, config.lr, peak=config.optimizer.lr, steps=config.train.steps)
-        step(batch.microbatches, batch.local_tokens, rate).read()
+        rate, decay = step_rates(number, config)
+        step(batch.microbatches, batch.local_tokens, rate, decay_factor=decay).read()
     return before, _activations(training, batches[0].microbatches[0])
 
 

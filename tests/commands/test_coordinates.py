@@ -1,15 +1,17 @@
 """`megalite coordinates`: what it measures, what it says of it, and what it refuses."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megalite.commands.coordinates import coordinates
+from megalite.commands.coordinates import _worst, coordinates
 from megalite.config.compose import load_config
 from megalite.model import scaling
 from megalite.verify import coordinates as measuring
+from megalite.verify.coordinates import Measured
 
 WORDS = [
     *("device=cpu", "precision=fp32", "tokenizer=byte", "data=text", "model.num_layers=2"),
@@ -27,7 +29,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def powers(printed: str) -> dict[str, dict[str, float]]:
-    """The power of each way and place."""
+    """The powers of each place, with muP and without."""
     found = dict[str, dict[str, float]]()
     for line in printed.splitlines():
         if line in ("with muP", "without"):
@@ -67,7 +69,7 @@ def test_a_wrong_factor_is_seen(
 
 
 def test_an_activation_is_the_mean_over_its_tensor(words: list[str]) -> None:
-    """Hooks on the same model see the same; the logits are those of the head's definition."""
+    """Hooks of the test on the same model say the same; the logits follow the head's definition."""
     config = load_config([*words, "train.steps=1"], 1)
     seen = dict[str, Any]()
 
@@ -90,9 +92,18 @@ def test_an_activation_is_the_mean_over_its_tensor(words: list[str]) -> None:
     assert found.after[32]["logits"] > before["logits"]
 
 
+def test_logits_may_shrink_and_what_is_not_finite_has_no_power() -> None:
+    """Two steps leave logits as small as a random sum; a mistake that makes them grow is still one."""
+    sizes = {width: {"embedding": 0.02, "logits": width**-0.5} for width in (64, 128)}
+    assert _worst(Measured({}, sizes)) == (pytest.approx(0.0, abs=1e-9), "embedding")
+    assert _worst(Measured({}, {64: {"logits": 1.0}, 128: {"logits": 2.0}})) == (pytest.approx(1.0), "logits")
+    for size in (0.0, math.inf, math.nan):
+        assert _worst(Measured({}, {64: {"block 1": 1.0}, 128: {"block 1": size}})) == (math.inf, "block 1")
+
+
 def test_the_power_is_that_of_the_sizes() -> None:
     sizes = {width: {"logits": 3 * width**0.7} for width in (64, 128, 512)}
-    assert measuring.Measured({}, sizes).power("logits") == pytest.approx(0.7)
+    assert Measured({}, sizes).power("logits") == pytest.approx(0.7)
 
 
 @pytest.mark.parametrize(
@@ -106,6 +117,7 @@ def test_the_power_is_that_of_the_sizes() -> None:
         (["parallel.tp=2"], "parallel.tp=2"),
         (["model.mup_base_width=24", "--widths", "32,64"], "model.mup_base_width=24: heads grow with the width"),
         (["--picture", "x.png"], "must end in .svg"),
+        (['optimizer.groups=[{match: "*.nothing.*", lr: 2x}]'], "matches no parameter of the model"),
     ],
 )
 def test_what_cannot_be_is_refused(given: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -117,6 +117,8 @@ def test_a_stage_holds_its_layers_and_its_ends() -> None:
 
 def test_of_a_tied_embedding_the_stage_that_embeds_counts() -> None:
     tied = replace(WORD, place=("embedding", "loss"))
-    assert is_counted(tied, embedding=True)
-    assert not is_counted(tied, embedding=False)
-    assert all(is_counted(replace(NORM, place=place), embedding=False) for place in (0, 5, ("loss",)))
+    [box] = shard(tied).boxes
+    assert is_counted(tied, box, embedding=True)
+    assert not is_counted(tied, box, embedding=False)
+    assert all(is_counted(replace(NORM, place=place), box, embedding=False) for place in (0, 5, ("loss",)))
+    assert not is_counted(NORM, shard(NORM, 2, 1).boxes[0], embedding=True), "the first rank of tp counts it"

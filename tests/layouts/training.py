@@ -81,6 +81,7 @@ def small_config(
     config.train = replace(config.train, steps=STEPS, global_batch_size=GLOBAL_BATCH, seq_length=16, eval_batches=1)
     config.optimizer = replace(config.optimizer, lr=1e-2, clip_grad=0.05)
     config.lr = replace(config.lr, warmup_steps=2)
+    config.log = replace(config.log, update_sizes=True)
     for section, values in overrides.items():
         inner = {"moe": MoEConfig, "muon": MuonConfig}
         values = {name: inner[name](**value) if name in inner else value for name, value in values.items()}

@@ -245,7 +245,8 @@ def take(context: ParallelContext, config: Config) -> Taken:
         assert not figures.skipped
         return training
 
-    training, allocations = allocations_of(build_and_train)
+    with torch.backends.mkldnn.flags(enabled=False):  # oneDNN copies what a CPU without bf16 multiplies
+        training, allocations = allocations_of(build_and_train)
     buffers = training.buffers
     slices = min(sum(part.nbytes for part in parts) for parts in (buffers.gradients, buffers.parameters))
     update = bytes_of_update(config, context.layout, buffers.layout, "cpu")

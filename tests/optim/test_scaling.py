@@ -6,9 +6,8 @@ import pytest
 
 from megalite.config.schema import Config, MoEConfig, MuonConfig, OptimizerConfig
 from megalite.model.parameters import gpt_parameters
-from megalite.model.scaling import lines_of_scaling
+from megalite.model.scaling import SCALES, lines_of_scaling
 from megalite.optim.groups import UpdateRule, update_rules
-from megalite.optim.muon import SCALES
 from tests.model.small import FAMILIES, small
 
 
@@ -26,15 +25,17 @@ def test_without_a_base_nothing_is_scaled(family: str) -> None:
 
 @pytest.mark.parametrize("scale", ["match_adamw", "max_ratio", "ratio"])
 @pytest.mark.parametrize("qkv", ["projection", "head"])
-def test_an_update_of_muon_has_the_same_effect_at_every_width(scale: str, qkv: str) -> None:
+@pytest.mark.parametrize("experts", [3, 64])
+def test_an_update_of_muon_has_the_same_effect_at_every_width(scale: str, qkv: str, experts: int) -> None:
     """The largest singular value of an update, over sqrt(outputs / inputs), is that of the base (Yang et al. 2023), and
-    over the depth where the layer adds to the residual stream. Decay takes the same share of a weight."""
+    over the depth where the layer adds to the residual stream. Decay takes the same share of a weight. 64 experts are
+    more than the base is wide."""
     muon = MuonConfig(scale=scale, qkv=qkv)
     optimizer = OptimizerConfig(name="muon", muon=muon)
     sizes = {"num_key_value_heads": 4, "num_attention_heads": 4, "ffn_hidden_size": 96, "head_size": 6}
-    base = small(**sizes, num_layers=1, moe=MoEConfig(3, ffn_hidden_size=48))
+    base = small(**sizes, num_layers=1, moe=MoEConfig(experts, ffn_hidden_size=48))
     wide = {name: 9 * size for name, size in sizes.items() if name != "head_size"} | {"hidden_size": 9 * 24}
-    moe, bases = MoEConfig(3, ffn_hidden_size=9 * 48), {"mup_base_width": 24, "mup_base_layers": 1}
+    moe, bases = MoEConfig(experts, ffn_hidden_size=9 * 48), {"mup_base_width": 24, "mup_base_layers": 1}
     effects = []
     for model in (base, small(**wide, head_size=6, num_layers=5, moe=moe, **bases)):
         config, found = Config(model=model, optimizer=optimizer), dict[str, tuple[float, float]]()

@@ -102,7 +102,7 @@ def test_a_table_is_a_list_of_lists_of_numbers(table: str) -> None:
 
 def test_a_recipe_for_a_longer_run_takes_a_table() -> None:
     """Neither the recipe's warm-up nor a least rate have an effect then."""
-    words = ["experiment=shakespeare_char", "train.steps=50", "lr.schedule=table", "lr.table=[[0,1]]", "data.path=."]
+    words = ["experiment=shakespeare_char", "train.steps=50", "lr.schedule=table", "lr.table=[[0,1]]", "data.path=*.md"]
     assert load_config(words, 1).lr.table == [[0.0, 1.0]]
 
 

@@ -68,7 +68,7 @@ def plainly(case: str, before: dict[str, Tensor], after: dict[str, Tensor]) -> d
 
 @pytest.mark.parametrize("case", CASES)
 def test_sizes_are_those_of_masters_before_and_after(case: str) -> None:
-    config = small_config(**{"optimizer": {"lr": 0.02}, **CASES[case]})
+    config = small_config(**{"optimizer": {"lr": 0.02}, "log": {"update_sizes": True}, **CASES[case]})
     config.precision, context = "fp64", ParallelContext(dtype=torch.float64)
     training, generator = build_training(config, context), torch.Generator().manual_seed(7)
     records = gpt_parameters(config.model)

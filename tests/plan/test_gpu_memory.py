@@ -18,7 +18,7 @@ from megalite.launch.process import ProcessEnvironment
 from megalite.layout.ranks import ParallelLayout
 from megalite.model.gpt import GPT
 from megalite.observe.run_data import read_run
-from megalite.plan.gpu_memory import fit_micro_batch, largest_that_fits, rank_memory
+from megalite.plan.gpu_memory import WORKSPACES, fit_micro_batch, largest_that_fits, rank_memory
 from megalite.train.build import derive_device
 from megalite.train.history import read_events
 from tests.ranks import run_ranks
@@ -61,13 +61,23 @@ def test_the_formula_gives_what_gpus_measured(words: list[str], batch: int, leng
     assert 0.98 < (found.total - found.outside) / GIB / measured < 1.02
 
 
-def test_the_copy_of_measured_masters_is_counted() -> None:
-    world = ParallelLayout(dp=2)
-    plain, measured = (
-        rank_memory(config_of([*GPT2, "train.micro_batch_size=1", *words], 2), world, 0)
-        for words in ([], ["log.update_sizes=true"])
-    )
-    assert measured.total - plain.total == pytest.approx(4 * 124_475_904 / 2, rel=0.01)
+@pytest.mark.parametrize(("ranks", "graph"), [(1, "null"), (1, "true"), (1, "false"), (2, "null")])
+def test_the_copy_of_measured_masters_has_the_room_of_activations_unless_graphs_keep_it(ranks: int, graph: str) -> None:
+    """Graphs are for one process. Of 16 tokens activations take less than the copy, of 4,096 more."""
+
+    def more(batch: int, length: int) -> tuple[int, int]:
+        """Bytes that measuring adds, and those that come and go without."""
+        sizes = f"train.micro_batch_size={batch}", f"train.seq_length={length}", f"train.cuda_graph={graph}"
+        plain, measured = (
+            rank_memory(config_of([*GPT2, *sizes, f"log.update_sizes={on}"], ranks), ParallelLayout(dp=ranks), 0)
+            for on in ("false", "true")
+        )
+        return measured.total - plain.total, plain.total - plain.state - plain.outside - WORKSPACES
+
+    copy, graphs = pytest.approx(4 * 124_475_904 / ranks, rel=0.01), ranks == 1 and graph != "false"
+    few, many = more(1, 16), more(4, 1024)
+    assert few[0] == copy if graphs else sum(few) == copy
+    assert many[0] == copy if graphs else many[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,13 @@ import pytest
 import torch
 
 import pretrain_gpt
+from megalite.layout.ranks import GroupNeeds, ParallelLayout
 from megalite.observe.run_data import read_run
 from megalite.train.history import UPDATE_SIZES
+from tests.ranks import run_ranks
 from tests.train.runs import metrics, overrides, state_bytes
 from tests.train.test_ema import saved
+from tests.train.test_resume import run_words
 
 SHORT = (
     "train.steps=5",
@@ -64,3 +67,20 @@ def test_lines_hold_what_two_checkpoints_differ_by_and_training_is_the_same(
     shown = read_run(measured)
     assert shown.damage == []
     assert len(shown.series["relative_update/block_1"].points()) == 3
+
+
+def test_a_stage_without_parameters_measures_as_others_do(folder: Path) -> None:
+    """It has no copy, and takes part in the sum all the same."""
+    stages = "parallel.pp=3", "parallel.pipeline_layout=Et||tL", "parallel.timeout_s=60"
+    words = overrides(folder, "empty", *SHORT, "log.update_sizes=true", "train.steps=2", "model.dropout=0", *stages)
+    layout, needs = ParallelLayout(pp=3), GroupNeeds(tied_embeddings=True)
+    assert run_ranks(run_words, 3, words, layout=layout, needs=needs, timeout=120) == [0] * 3
+    alone = run(folder, "alone", "log.update_sizes=true", "train.steps=2", "model.dropout=0")
+    [line], [wanted] = lines_of(folder / "empty"), lines_of(alone)
+    for name in UPDATE_SIZES:
+        assert line[name] == pytest.approx(wanted[name], rel=1e-4)
+
+
+def test_a_line_of_a_step_that_is_passed_over_has_no_sizes(folder: Path) -> None:
+    passed = run(folder, "passed", "log.update_sizes=true", "train.steps=4", "train.skip_steps=[2]")
+    assert [[name in line for name in UPDATE_SIZES] for line in lines_of(passed)] == [[False] * 6, [True] * 6]
