@@ -138,7 +138,7 @@ class StepClock:
     PARTS = (
         (GPT, "loss"),
         (torch.autograd, "backward"),
-        (step, "gradient_norm"),
+        (step, "norm_of"),
         (FlatAdamW, "step"),
         (TrainingBuffers, "round_masters"),
     )

@@ -40,6 +40,7 @@ PRIVATE = {
     "torch._fused_adamw_": IN_PLACE,
     "torch._foreach_copy_": IN_PLACE,
     "torch._foreach_div_": IN_PLACE,
+    "torch._foreach_sub_": IN_PLACE,
     "torch.Tensor._version": "sees that an input was changed in place before backward computes again",
     "torch.cpu._is_amx_tile_supported": "whether bf16 is fast has no public question",
     "torch.cpu._is_avx512_bf16_supported": "whether bf16 is fast has no public question",

@@ -159,12 +159,13 @@ def speaks_of(names: Iterable[str], refused: Set[str]) -> bool:
 def problems_of(case: Case, rules: Sequence[Rule], refused: Set[str] = frozenset()) -> list[Problem]:
     """Everything that the rules find and that does not speak of what is `refused`, each with what would work."""
     found = [*broken(case, rules)]
-    wrong, tried = {names[0] for names, _ in found}, dict[tuple[str, str], Set[str]]()
+    wrong, tried = {names[0] for names, _ in found}, dict[tuple[str, str, str], bool]()
 
     def mends(name: str, value: Any, refused: str) -> bool:
-        if (key := (name, repr(value))) not in tried:
-            tried[key] = {names[0] for names, _ in broken(case.changed(name, value), rules)}
-        return tried[key] <= wrong - {refused}
+        if (key := (name, repr(value), refused)) not in tried:
+            left = wrong - {refused}
+            tried[key] = all(names[0] in left for names, _ in broken(case.changed(name, value), rules))
+        return tried[key]
 
     def problem(names: list[str], rule: str) -> Problem:
         refused, ways = names[0], list[str]()
