@@ -163,8 +163,7 @@ def problems_of(case: Case, rules: Sequence[Rule], refused: Set[str] = frozenset
 
     def mends(name: str, value: Any, refused: str) -> bool:
         if (key := (name, repr(value), refused)) not in tried:
-            left = wrong - {refused}
-            tried[key] = all(names[0] in left for names, _ in broken(case.changed(name, value), rules))
+            tried[key] = all(at[0] in wrong - {refused} for at, _ in broken(case.changed(name, value), rules))
         return tried[key]
 
     def problem(names: list[str], rule: str) -> Problem:
