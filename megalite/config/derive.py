@@ -33,7 +33,7 @@ BUILT_IN_TOKENIZERS = ("bpe", "byte", "char")
 TRAINING = {
     *(name for name, setting in SETTINGS.items() if setting.group in ("model", "data", "optimizer", "lr")),
     *("train.global_batch_size", "train.batch_ramp", "train.seq_length", "train.label_smoothing", "train.z_loss"),
-    *("seed", "tokenizer", "checkpoint.init_from"),
+    *("seed", "tokenizer", "checkpoint.init_from", "phases"),
 } - {
     *("model.name", "model.loss_chunk_tokens", "model.moe.dispatcher"),
     *("data.cache_dir", "data.workers", "data.streaming"),
@@ -44,7 +44,7 @@ TRAINING = {
 # Settings of later versions, whose defaults leave the names of older runs as they are.
 LATER_ONES = (
     *("optimizer.name", "optimizer.groups", "optimizer.ema_", "optimizer.muon.", "optimizer.qk_clip"),
-    *("model.mup_base_", "optimizer.weight_decay_schedule", "optimizer.cautious", "lr.table"),
+    *("model.mup_base_", "optimizer.weight_decay_schedule", "optimizer.cautious", "lr.table", "lr.steps", "phases"),
 )
 LATER = {name for name in SETTINGS if name.startswith(LATER_ONES)}
 
@@ -60,7 +60,8 @@ def derive(config: Config, world_size: int = 1) -> Config:
         "optimizer.communication_dtype": config.optimizer.gradient_dtype,
         "lr.warmup_steps": min(100, train.steps // 10),
         "lr.min_lr": config.optimizer.lr / 10,
-        "lr.decay_steps": train.steps // 5,
+        "lr.decay_steps": (config.lr.steps or train.steps) // 5,
+        "lr.steps": train.steps,
         "run_name": os.path.basename(folder),
     }
     places = {"run_dir": folder, "parallel.nccl_options": axes.nccl_options and absolute(axes.nccl_options)}
@@ -180,16 +181,20 @@ def looks_like_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1
 
 
+def absolute_paths(path: Any, source: str) -> Any:
+    """data.path with absolute paths; names at the hub stay as they are."""
+    paths = map(str, path if isinstance(path, list) else [path])
+    parts = [part if source == "hf" else absolute(part) for part in paths]
+    return parts if isinstance(path, list) else path and parts[0]
+
+
 def _resolved(config: Config) -> Config:
-    """A copy in which sizes and absolute paths are written out; names at the hub stay as they are."""
-    data, tokenizer, path = config.data, config.tokenizer, config.data.path
-    if path is not None:
-        named = map(str, path if isinstance(path, list) else [path])
-        parts = [part if data.source == "hf" else absolute(part) for part in named]
-        path = parts if isinstance(path, list) else parts[0]
+    """A copy in which sizes and absolute paths are written out."""
+    data, tokenizer = config.data, config.tokenizer
     if looks_like_path(tokenizer) or os.path.isdir(os.path.expanduser(tokenizer)):
         tokenizer = absolute(tokenizer)
     cache = data.cache_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "megalite")
     start = config.checkpoint.init_from and absolute(config.checkpoint.init_from)
+    path = absolute_paths(data.path, data.source)
     places = {"data.path": path, "data.cache_dir": absolute(cache), "checkpoint.init_from": start}
     return with_values(derive_sizes(config), {"tokenizer": tokenizer, **places})

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 import xxhash
@@ -35,6 +35,14 @@ class OpenedData:
     tokenizer: TextTokenizer | None
     fingerprint: str
     description: str
+    identities: list[str]  # of the parts' contents
+    names: list[str]  # of the parts, each another one
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """Where the tokenizer of the files is; None where they have none beside them."""
+        folders = (with_suffix(part.file.prefix, ".tokenizer") for part in self.train.parts)
+        return next((folder for folder in folders if folder.is_dir()), None)
 
     @cached_property
     def bytes_of_ids(self) -> IntArray | None:
@@ -64,6 +72,8 @@ def open_data(config: Config, found: TokenFiles) -> OpenedData:
         tokenizer=tokenizer,
         fingerprint=digest(FORMAT, identities, fraction, weights),
         description="; ".join([counts, *([tokenizer.name] if tokenizer else [])]),
+        identities=identities,
+        names=_names(config.data),
     )
 
 
@@ -98,6 +108,12 @@ def check_vocabulary(config: Config, needed: int) -> None:
     if wanted is not None and wanted < needed:
         hint = f"null, at least {needed}, or a tokenizer with fewer tokens (with checkpoint.init_from: its own)"
         raise UserError(Problem("model.vocab_size", wanted, f"the tokenizer has {needed:,} tokens", hint))
+
+
+def _names(data: DataConfig) -> list[str]:
+    """The last part of the path of each source, with its number where several are alike."""
+    leaves = ["stdlib"] if data.source == "stdlib" else [PurePath(path).name for path in paths_of(data)]
+    return [leaf if leaves.count(leaf) == 1 else f"{leaf}-{at}" for at, leaf in enumerate(leaves)]
 
 
 def _tokenizer(config: Config, files: list[TokenFile], given: TextTokenizer | None) -> TextTokenizer | None:

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from math import inf, isfinite
@@ -25,23 +25,25 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.config.files import write_atomically
+from megalite.config.phases import RunPhase, same_model
 from megalite.config.schedule_request import SPLITTING
 from megalite.config.schema import Config
 from megalite.config.settings import DERIVED, OPEN, as_plain, value_of, with_values
 from megalite.config.step_plan import micro_batch_is_fixed, planned_steps
 from megalite.data.batches import StepBatches, train_batches, validation_batches
 from megalite.data.open import OpenedData
+from megalite.data.samples import Position
 from megalite.errors.problems import Problem, UserError, refuse, several
 from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
 from megalite.launch.process import StopSignals
 from megalite.launch.watchdog import SAVES, Doing, after_report_s
 from megalite.optim.schedule import step_rates
 from megalite.pipeline.simulator import Span
-from megalite.train.build import MICRO, Training, data_share
+from megalite.train.build import MICRO, Training, data_share, rebuilt
 from megalite.train.evaluate import ValidationMetrics, evaluate, sample
 from megalite.train.history import PIPELINE, Record, RunLog, StatusFile, StepPart
 from megalite.train.metrics import Meter
-from megalite.train.saving import Progress, Saver, TrainingStoppedError, check_replicas, roll_back
+from megalite.train.saving import Progress, Saver, TrainingStoppedError, begun_phase, check_replicas, roll_back
 from megalite.train.step import PendingMetrics, TrainStep
 
 # The host runs ahead of an accelerator, whose metrics are read one step late. A CPU's are there at once.
@@ -57,18 +59,23 @@ BROKEN_OFF = "asked to stop: the {} after step {} is broken off, nothing of it i
 class Job:
     """One run on this rank: all that it consists of, and where it stands. A start fills it, the loop moves it on."""
 
-    config: Config
+    config: Config  # of the phase that the run is in
     context: ParallelContext
     hosts: list[str]  # where each rank runs
     log: RunLog
     status: StatusFile
-    data: OpenedData = field(init=False)
+    base: Config = field(init=False)  # of the whole run
+    plan: list[RunPhase] = field(init=False)
+    opened: list[OpenedData | None] = field(init=False)  # the data of each phase; None where it is over
+    data: OpenedData = field(init=False)  # of the phase, from the run's place in it on
     folder: RunFolder = field(init=False)
     training: Training = field(init=False)
     prompts: dict[str, list[int]] = field(init=False)  # of the samples of text, and their tokens
     saver: Saver = field(init=False)
     meter: Meter = field(init=False)
     progress: Progress = field(default_factory=Progress)
+    position: Position = field(default_factory=Position)
+    begun: list[dict[str, Any]] = field(default_factory=list)  # phases, as `begun_phase` keeps them
 
     # From the checkpoint that the run continues from, and from the records beside it.
     resumed_from: int | None = None  # step of the checkpoint
@@ -93,13 +100,18 @@ class Job:
 
     def is_logged(self, step: int) -> bool:
         """Whether a line of metrics is due after it."""
-        return step % self.config.train.log_interval == 0 or step == self.config.train.steps
+        return step % self.config.train.log_interval == 0 or step == self.now.end
 
     def owes_evaluation(self) -> bool:
         """Whether the evaluation that is due after the newest step has not been done."""
         step, train = self.progress.step, self.config.train
         evaluates = self.data.validation is not None and step > 0 and self.evaluated_step != step
-        return evaluates and (step % train.eval_interval == 0 or step == train.steps)
+        return evaluates and (step % train.eval_interval == 0 or step == self.now.end)
+
+    @property
+    def now(self) -> RunPhase:
+        """The phase that has begun last."""
+        return self.plan[len(self.begun) - 1]
 
     @property
     def fault(self) -> str:
@@ -123,8 +135,34 @@ class Job:
 
 
 def train(job: Job) -> None:
-    """All remaining steps, or as many as pass until a stop is asked for; the last state is saved. Where memory runs out
-    before the first update, they begin again, once, with half the microbatch."""
+    """All remaining steps, or as many as pass until a stop is asked for; the last state is saved."""
+    train_phase(job)
+    while not job.stopping and len(job.begun) < len(job.plan):
+        begin(job, job.plan[len(job.begun)])
+        train_phase(job)
+    job.saver.save_last()
+
+
+def begin(job: Job, phase: RunPhase) -> None:
+    """Go on with the settings and the data of a phase; collective."""
+    before, job.config, data = job.config, phase.config, job.opened[phase.number - 1]
+    assert data is not None, "what is left to do has been opened"
+    job.position, source = job.position.moved(data.train, data.identities, job.progress.samples)
+    job.data = replace(data, train=source)
+    if not same_model(before, job.config):
+        job.training = rebuilt(job.training, job.config, job.context, job.log.note)
+    if job.training.spikes is not None and before.train.seq_length != job.config.train.seq_length:
+        job.training.spikes.fill([])  # other losses
+    if phase.number > len(job.begun):
+        job.begun = [*job.begun, begun_phase(phase, data.fingerprint)]
+        if phase.number > 1:
+            epochs = dict(zip(data.names, source.epochs(job.progress.samples), strict=True))
+            job.log.event("phase", job.progress.step, message=phase.words, epochs=epochs)
+
+
+def train_phase(job: Job) -> None:
+    """The remaining steps of a phase. Where memory runs out before the first update, they begin again, once, with half
+    the microbatch."""
     train_step = TrainStep(job.training, job.config.optimizer, job.context)
     half, rest = divmod(job.config.train.micro_batch_size, 2)
     chosen = MICRO in job.config.derived and not rest and not micro_batch_is_fixed(job.config)
@@ -135,7 +173,7 @@ def train(job: Job) -> None:
         if train_step.updates or not chosen or not alone:
             raise
     # Only now: the error held what the step had computed. Nothing but gradients has changed, which a step forgets.
-    job.config = with_values(job.config, {MICRO: half})
+    job.config, job.base = (with_values(one, {MICRO: half}) for one in (job.config, job.base))
     gc.collect()
     torch.cuda.empty_cache()  # does nothing on a CPU
     words = f"out of memory before the first update: the step begins again with {MICRO}={half}, which was {2 * half}"
@@ -146,12 +184,12 @@ def train(job: Job) -> None:
 
 def record_settings(job: Job) -> None:
     """Write the run's config.yaml, and that the folder holds a run; collective."""
-    derived = [name for name in job.config.derived if value_of(job.config, name) not in OPEN]
-    rank0_broadcast(job.context, lambda: job.folder.begin(as_plain(job.config) | {DERIVED: derived}))
+    derived = [name for name in job.base.derived if value_of(job.base, name) not in OPEN]
+    rank0_broadcast(job.context, lambda: job.folder.begin(as_plain(job.base) | {DERIVED: derived}))
 
 
 def take_steps(job: Job, train_step: TrainStep) -> None:
-    """All remaining steps; an out-of-memory error is raised."""
+    """The remaining steps of the phase; an out-of-memory error is raised."""
     config, saver, clock, settings = job.config, job.saver, job.training.clock, job.config.train
     job.meter = Meter(config, job.context, job.measured)
     device, evaluates = job.context.device, job.data.validation is not None
@@ -168,7 +206,7 @@ def take_steps(job: Job, train_step: TrainStep) -> None:
             account(job, *launched.popleft())
 
     steps = planned_steps(settings, done=job.progress.step, samples=job.progress.samples)
-    steps = takewhile(lambda planned: planned.step <= settings.steps, steps)
+    steps = takewhile(lambda planned: planned.step <= job.now.end, steps)
     try:
         with train_batches(job.data.train, config, steps, device, data_share(job.context)) as batches:
             if job.owes_evaluation():
@@ -178,7 +216,7 @@ def take_steps(job: Job, train_step: TrainStep) -> None:
                 data = next(batches, None)
             while data is not None and not job.stopping:
                 step = job.begun_step = data.planned.step
-                is_last = step == settings.steps
+                is_last = step == job.now.end
                 due = [hook for every, at_end, hook in hooks if (at_end and is_last) or (every and step % every == 0)]
                 profiles = step in settings.profile_steps and not data.planned.skipped
                 if profiles:
@@ -208,7 +246,6 @@ def take_steps(job: Job, train_step: TrainStep) -> None:
             saver.save_last()
         raise
     job.training.gather.finish()
-    saver.save_last()
 
 
 def owes_rollback(job: Job) -> bool:
@@ -223,7 +260,7 @@ def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatch
         job.training.clock.restart()  # a step that computes nothing takes no time
         return None
     every, step = job.config.train.record_pipeline, data.planned.step
-    lr, decay = step_rates(step - 1, job.config)
+    lr, decay = step_rates(step - 1, job.plan)
     job.problems = job.problems or data.problems
     with job.training.executor.recording() if every and step % every == 0 else nullcontext() as spans:
         metrics = train_step(
@@ -273,6 +310,7 @@ def account(job: Job, data: StepBatches, pending: PendingMetrics | None) -> None
     is_due = job.is_logged(step)
     if is_due and (line := job.meter.line(tokens=progress.tokens, bad_steps=progress.bad_steps)) is not None:
         job.log.add(line)
+        job.measured = line
     bad, patience = progress.bad_steps_in_a_row, inf if train.rollback_after else train.max_bad_steps
     if metrics is not None and bad >= patience:
         raise TrainingStoppedError(

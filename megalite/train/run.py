@@ -10,15 +10,19 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from megalite.checkpoint.commit import CHECKPOINTS, committed
 from megalite.checkpoint.reading import newest
-from megalite.checkpoint.run_folder import RunFolder, keep_tokenizer, require_room
+from megalite.checkpoint.run_folder import TOKENIZER, RunFolder, keep_tokenizer, require_room
+from megalite.config.derive import BUILT_IN_TOKENIZERS
 from megalite.config.files import private_files
 from megalite.config.layout import exchange_of
+from megalite.config.phases import RunPhase, phase_at, phases_of
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain, with_values
 from megalite.data.open import OpenedData, TokenFiles, note_changed_files, open_data
@@ -40,7 +44,7 @@ from megalite.train.build import (
 )
 from megalite.train.evaluate import prompts_of
 from megalite.train.history import Note, RunLog, StatusFile, View, examine_records
-from megalite.train.loop import Job, record_settings, train
+from megalite.train.loop import Job, begin, record_settings, train
 from megalite.train.saving import Saver, TrainingStoppedError, restore, state_bytes
 
 NEWS_S = 1.0  # the signal that ended another rank's start reaches this rank too, which then reports no error
@@ -77,7 +81,7 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
             if config.launch.preflight:
                 for line in companions.look_at_nodes(context, run_dir):
                     job.log.note(f"preflight: {line}")
-            job.data = open_training_data(config, context, environment, companions.prepare)
+            job.opened = open_phases(job, environment, companions.prepare)
             with private_files():
                 set_up(job, companions)
                 if job.finished:
@@ -111,6 +115,30 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
         context.close(failed=failed or ended)
 
 
+def open_phases(
+    job: Job, environment: ProcessEnvironment, prepare: Callable[[Config], TokenFiles]
+) -> list[OpenedData | None]:
+    """The data of each phase of the plan that is not over by every checkpoint in the run's folder; phases alike share
+    it. Later phases read their text with the tokenizer that the first one was given or has trained."""
+    config, context, opened = job.config, job.context, dict[str, OpenedData]()
+    run_dir = Path(config.run_dir)
+    first = min(rank0_broadcast(context, lambda: [step for step, _ in committed(run_dir / CHECKPOINTS)]), default=0)
+
+    def of_phase(phase: RunPhase) -> OpenedData | None:
+        if phase.end < first:
+            return None
+        settings, known = phase.config, next((data.tokenizer_folder for data in opened.values()), run_dir / TOKENIZER)
+        if phase.number > 1 and known is not None and settings.tokenizer in BUILT_IN_TOKENIZERS:
+            settings = with_values(settings, {"tokenizer": str(known)})
+        key = repr((settings.data, settings.train.seq_length, settings.train.eval_interval > 0))
+        if key not in opened:
+            opened[key] = open_training_data(settings, context, environment, prepare)
+        return opened[key]
+
+    job.plan = phases_of(config, context.world_size)
+    return [of_phase(phase) for phase in job.plan]
+
+
 def open_training_data(
     config: Config, context: ParallelContext, environment: ProcessEnvironment, prepare: Callable[[Config], TokenFiles]
 ) -> OpenedData:
@@ -128,12 +156,21 @@ def open_training_data(
 
 def set_up(job: Job, companions: Companions) -> None:
     """Fill the run on this rank: new, imported, or from the newest checkpoint in its folder, and its records open."""
-    context, data, log = job.context, job.data, job.log
-    vocabulary = {"model.vocab_size": data.train.vocab_size}
-    config = job.config = derive_device(with_values(job.config, vocabulary), context, companions.fit)
+    context, log = job.context, job.log
+    data = next(data for data in job.opened if data is not None)
+    vocabulary = {"model.vocab_size": max(data.train.vocab_size for data in job.opened if data is not None)}
+    job.base, *of_phases = (
+        derive_device(with_values(one, vocabulary), context, companions.fit)
+        for one in (job.config, *(phase.config for phase in job.plan))
+    )
+    job.plan = [replace(phase, config=one) for phase, one in zip(job.plan, of_phases, strict=True)]
+    job.data, config = data, job.base
     job.prompts = all_ranks_or_raise(context, lambda: prompts_of(config, data))
-    folder = job.folder = RunFolder(Path(config.run_dir), context, config.resume, as_plain(config), data.fingerprint)
+    begun_with = job.opened[0].fingerprint if job.opened[0] else ""
+    settings_at = lambda step: as_plain(phase_at(job.plan, step).config)  # noqa: E731 - a word for it
+    folder = job.folder = RunFolder(Path(config.run_dir), context, config.resume, settings_at, begun_with)
     try:
+        job.config = config = job.plan[0].config
         notes = [*config.told, *folder.changes, slow_precision(context.dtype, context.device)]
         notes += [*lines_of_scaling(config.model), *lines_of_groups(config)]
         if config.train.fp8 is not None and context.device.type == "cpu":
@@ -148,10 +185,11 @@ def set_up(job: Job, companions: Companions) -> None:
         else:
             read = companions.read_weights
             all_ranks_or_raise(context, lambda: fill_with_start_values(job.training.buffers, config, context, read))
+        begin(job, job.now if job.begun else job.plan[0])
         job.begun_step = job.progress.step
         job.evaluated_step, job.finished, job.measured = rank0_broadcast(context, lambda: examine_records(job))
         if not job.finished:
-            if job.progress.step < config.train.steps:
+            if job.progress.step < job.base.train.steps:
                 size = state_bytes(job.training, context)
                 rank0_broadcast(context, lambda: require_room(folder.checkpoints, size))
             record_settings(job)
@@ -175,7 +213,8 @@ def open_record(job: Job, companions: Companions) -> None:
         return
     all_ranks_or_raise(context, lambda: log.open(job, companions.open_views))
     if context.rank == 0:  # the others ask neither git nor the packages for their versions
-        note_changed_files([part.file for part in job.data.train.parts], job.folder.path, log.note)
+        files = {part.file.prefix: part.file for data in job.opened if data is not None for part in data.train.parts}
+        note_changed_files([*files.values()], job.folder.path, log.note)
         log.event("start" if job.resumed_from is None else "resume", step, **companions.about(job))
         if train.sample_interval > 0 and train.sample_tokens > 0 and not job.prompts:
             log.note("no samples of text: the tokenizer of these tokens is not known")

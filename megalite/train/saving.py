@@ -30,8 +30,10 @@ from megalite.checkpoint.reading import Found, inspect
 from megalite.checkpoint.run_folder import OF_STATE, RunFolder
 from megalite.checkpoint.store import BackgroundSaves, CheckpointError, Saved, save
 from megalite.config.files import as_record
-from megalite.config.settings import as_plain, leaves
-from megalite.errors.problems import Problem, UserError, several
+from megalite.config.phases import RunPhase
+from megalite.config.settings import as_plain, leaves, yaml_value
+from megalite.data.samples import Position
+from megalite.errors.problems import Problem, UserError, refuse, several
 from megalite.launch.context import ParallelContext, rank0_broadcast
 from megalite.layout.buffer_layout import Kind, OwnedRange, slice_ranges
 from megalite.layout.parameters import is_replicated
@@ -78,6 +80,8 @@ class SavedState:
     tokenizer: dict[str, str] = field(default_factory=dict)  # hash of each file of its folder
     record: dict[str, Any] = field(default_factory=dict)  # seals of the files of the record, as they were then
     layout: dict[str, int] = field(default_factory=dict)
+    position: Position = Position()  # in the data
+    phases: list[dict[str, Any]] = field(default_factory=list)  # that have begun: `begun_phase` of each
     torch: str = torch.__version__
 
     @classmethod
@@ -93,13 +97,36 @@ def restore(job: "Job", found: Found) -> None:
         raise UserError(Problem(str(found.path), "of another run", rule, remedy))
     state = read_state(job, found)
     job.resumed_from, job.progress, job.tokenizer_files = found.manifest.step, state.progress, state.tokenizer
-    job.seals = state.record
-    before, now, consumed = state.config["train"]["seq_length"], job.config.train.seq_length, state.progress.samples
-    if before != now:
-        job.progress.samples = -(-consumed * before // now)  # rounded up, so that no token comes twice
-        over = job.progress.samples * now - consumed * before
-        words = f"{consumed * before:,} tokens of its order; {over:,} are passed over"
-        job.log.note(f"the data goes on behind the first {words}")
+    job.seals, job.position = state.record, state.position
+    job.begun = state.phases or [begun_phase(RunPhase(1, 0, 0, {}, job.base), state.data["fingerprint"])]
+    check_phases(job)
+    if not state.position.sources:  # a checkpoint of an earlier version
+        before = replace(job.data.train, seq_length=state.config["train"]["seq_length"])
+        job.position, _ = state.position.moved(before, job.data.identities, 0)
+
+
+def begun_phase(phase: RunPhase, fingerprint: str) -> dict[str, Any]:
+    """What a checkpoint keeps of a phase that has begun, which must be as it was when the run goes on."""
+    return {"begin": phase.begin, "changes": dict(phase.changes), "data": fingerprint}
+
+
+def check_phases(job: "Job") -> None:
+    """UserError where the command changes a phase that has begun, but for the end of one under way."""
+    problems = list[Problem]()
+    for at, saved in enumerate(job.begun):
+        phase = job.plan[at] if at < len(job.plan) else None
+        data = job.opened[at] if phase else None
+        now = phase and begun_phase(phase, data.fingerprint if data else saved["data"])
+        if now != saved:
+            apart = "is not there any more" if now is None else f"differs now: {phase.words if phase else ''}"
+            changes = ", ".join(f"{name}={yaml_value(value)}" for name, value in saved["changes"].items())
+            rule = f"phase {at + 1} has begun after step {saved['begin']} with {changes or 'no change'}, and {apart}"
+            hint = "phases that have begun as they were, until as a number of steps; or a new run_dir"
+            problems.append(Problem("phases", job.config.phases, rule, hint))
+    if job.begun and not problems and job.plan[len(job.begun) - 1].end < job.progress.step:
+        rule = f"phase {len(job.begun)} would have ended before step {job.progress.step}, which is done"
+        problems.append(Problem("phases", job.config.phases, rule, f"until of {job.progress.step} or more for it"))
+    refuse(problems)
 
 
 def read_state(job: "Job", found: Found) -> SavedState:
@@ -150,8 +177,7 @@ def roll_back(job: "Job") -> None:
         words = f"{bad}, and no good checkpoint was written {since} to go back to (train.rollback_after)"
         raise TrainingStoppedError(f"{words}. {advice(job.folder, context, now.last_applied)}.")
     state, back = read_state(job, found), found.manifest.step
-    first = -(-state.progress.samples * state.config["train"]["seq_length"] // job.config.train.seq_length)
-    over = f"steps {back + 1} to {now.step}, samples {first:,} to {now.samples - 1:,}, are passed over"
+    over = f"steps {back + 1} to {now.step}, samples {state.progress.samples:,} to {now.samples - 1:,}, are passed over"
     words = f"{bad}; from the state of step {back} on, {over}"
     job.log.event("rolled_back", now.step, checkpoint=back, message=words)
     went_back = {"rolled_back": now.step, "last_applied": back + 1, "bad_steps_in_a_row": 0}
@@ -234,6 +260,8 @@ class Saver:
                 spikes=[] if spikes is None else spikes.known(),
                 tokenizer=job.tokenizer_files,
                 record=next(self._seals) if job.context.rank == 0 else {},
+                position=job.position,
+                phases=job.begun,
                 layout={axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "world_size")},
             )
         )

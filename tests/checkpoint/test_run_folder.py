@@ -40,7 +40,7 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 def start(path: Path, resume: str = "auto", fingerprint: str = "data-1", **changes: Any) -> RunFolder:
     config = settings(**changes)
-    folder = RunFolder(path, SINGLE, resume, config, fingerprint)
+    folder = RunFolder(path, SINGLE, resume, lambda step: config, fingerprint)
     try:
         folder.begin(config)
     except UserError:
@@ -253,7 +253,7 @@ def open_with_blind_ranks(context: ParallelContext, path: Path, fingerprint: str
             for name in ("stat", "scandir", "mkdir", "listdir", "rename", "replace"):  # open: each finds the lock
                 patch.setattr(os, name, blind)
         try:
-            folder = RunFolder(path, context, "auto", settings(), fingerprint)
+            folder = RunFolder(path, context, "auto", lambda step: settings(), fingerprint)
             rank0_broadcast(context, lambda: folder.begin(settings()))
         except UserError as error:
             return str(error)

@@ -1,0 +1,102 @@
+"""Reads the entries of `phases` and finds what is wrong with them: names, values, order, and each phase's config."""
+
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+from typing import Any
+
+from megalite.config.derive import absolute_paths, derive
+from megalite.config.overrides import of_type, unknown
+from megalite.config.phases import UNTIL, ends_of, may_change, phases_of
+from megalite.config.rule import outside
+from megalite.config.rules import check
+from megalite.config.schema import Config
+from megalite.config.settings import SETTINGS
+from megalite.errors.problems import Problem
+
+EXAMPLE = "phases=[{until: 0.8}, {lr: {schedule: linear, min_lr: 0}}]"
+
+
+def read_phases(config: Config) -> tuple[Config, list[Problem]]:
+    """The config with its phases' settings by their dotted names and of their types, and the problems with them."""
+    found, problems, source = list[dict[str, Any]](), list[Problem](), config.data.source
+    for number, entry in enumerate(config.phases, 1):
+        read: dict[str, Any] = {UNTIL: entry[UNTIL]} if UNTIL in entry else {}
+        for name, value in _flat({key: value for key, value in entry.items() if key != UNTIL}):
+            try:
+                read[name] = _value(name, value)
+            except ValueError as error:
+                problems.append(Problem(f"phases, {number}: {name}", value, str(error), _hint(name, value)))
+        source = read.get("data.source", source)
+        if "data.path" in read:
+            read["data.path"] = absolute_paths(read["data.path"], source)
+        found.append(read)
+    problems += _in_order(found, config.train.steps)
+    return replace(config, phases=[] if problems else found), problems
+
+
+def _flat(entry: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values: {train: {z_loss: 1e-4}} and {train.z_loss: 1e-4} are the same."""
+    for key, value in entry.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping) and name not in SETTINGS:
+            yield from _flat(value, f"{name}.")
+        else:
+            yield name, value
+
+
+def _value(name: str, value: Any) -> Any:
+    """The value as the setting's type; ValueError with the rule that it breaks."""
+    if name not in SETTINGS:
+        raise ValueError("unknown setting")
+    if not may_change(name):
+        raise ValueError("is the same in all phases of a run")
+    setting = SETTINGS[name]
+    whole = isinstance(value, float) and value.is_integer() and setting.kind is int
+    try:
+        value = of_type(setting, int(value) if whole else value)
+    except (ValueError, OverflowError) as error:
+        raise ValueError(f"must be {setting.type_words}") from error
+    if value is not None and (problem := outside(setting, value)):
+        raise ValueError(problem.rule)
+    return value
+
+
+def _hint(name: str, value: Any) -> str:
+    if name not in SETTINGS:
+        return unknown(name, value).hint
+    if not may_change(name):
+        return f"set {name} for the whole run; what a phase may set is in docs/long_runs.md"
+    return SETTINGS[name].words
+
+
+def _in_order(phases: Sequence[Mapping[str, Any]], steps: int) -> list[Problem]:
+    """What is wrong with the phases' ends."""
+    rule, hint = "", f"each but the last with until, a step of the run or a share of its steps: {EXAMPLE}"
+    for number, phase in enumerate(phases, 1):
+        until: Any = phase.get(UNTIL)
+        is_last = number == len(phases)
+        is_number = isinstance(until, int | float) and not isinstance(until, bool)
+        if is_last and until is not None:
+            rule = f"phase {number} is the last, and ends with the run: it has no until"
+        elif not is_last and not (is_number and 0 < until < steps and (until < 1 or until % 1 == 0)):
+            rule = f"phase {number} has until={until}: not a share between 0 and 1 nor a step before {steps}"
+        if rule:
+            return [Problem("phases", [dict(phase) for phase in phases], rule, hint)]
+    ends = ends_of(phases, steps) if phases else []
+    back = [at for at, (one, other) in enumerate(zip([0, *ends], ends, strict=False), 1) if other <= one]
+    if back:
+        rule = f"phase {back[0]} ends at step {ends[back[0] - 1]}, where no step is left for it"
+        return [Problem("phases", [dict(phase) for phase in phases], rule, hint)]
+    return []
+
+
+def problems_of_phases(config: Config, world_size: int, doubtful: Set[str]) -> list[Problem]:
+    """What the rules find in a later phase and not in the run's own settings."""
+    if not config.phases:
+        return []
+    known, found = {one.setting for one in check(config, world_size, doubtful)}, list[Problem]()
+    for phase in phases_of(derive(config, world_size), world_size):
+        for one in check(phase.config, world_size, doubtful):
+            if one.setting not in known:
+                found.append(replace(one, setting=f"phases, {phase.number}: {one.setting}"))
+    return found

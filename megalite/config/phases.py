@@ -1,0 +1,95 @@
+"""A run in phases: settings that change at planned steps, while weights and the optimizer's state stay.
+
+An entry of `phases` is {until: STEP or share of the run's steps, SETTING: VALUE, ...}; the last has no `until`. What
+an entry changes stays changed in the phases after it. A phase that sets something of the learning rate has a schedule
+of its own, over its steps, which begins at the rate that the phase before ended with; others go on with the one that
+they find.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megalite.config.derive import derive
+from megalite.config.schema import Config
+from megalite.config.settings import SETTINGS, value_of, with_values, yaml_value
+
+UNTIL, PEAK = "until", "optimizer.lr"
+MAY_CHANGE = (  # settings, or beginnings of their names
+    *("data.source", "data.path", "data.weights", "data.subset", "data.split", "data.streaming", "data.text_column"),
+    *("data.cross_document_attention", "data.mask_end_of_document"),
+    *("lr.", PEAK, "train.seq_length", "train.global_batch_size", "train.micro_batch_size", "train.eval_"),
+    *("train.label_smoothing", "train.z_loss", "train.recompute", "train.sample_", "model.loss_chunk_tokens"),
+    *("model.dropout", "model.attention_dropout", "model.embedding_dropout", "model.rope_", "model.moe.aux_loss"),
+    *("model.moe.z_loss_coeff", "model.moe.expert_bias_rate", "model.moe.capacity_factor"),
+)
+# Settings that a model, its executor and its memory do not depend on: with these alone they stay as they are.
+OUTSIDE_OF_MODEL = ("data.", "lr.", PEAK, "train.eval_", "train.sample_", "train.global_batch_size")
+INSIDE = ("data.cross_document_attention",)
+
+
+@dataclass(frozen=True)
+class RunPhase:
+    """The steps `begin` + 1 to `end` of a run. `changes`: what the phase itself sets; `config`: what holds in it."""
+
+    number: int  # from 1
+    begin: int
+    end: int
+    changes: Mapping[str, Any]
+    config: Config
+
+    @property
+    def schedules(self) -> bool:
+        """Whether the learning rate has a schedule of its own here."""
+        return any(name == PEAK or name.startswith("lr.") for name in self.changes)
+
+    @property
+    def words(self) -> str:
+        """`phase 2, steps 81 to 160: data.weights=[1.0,3.0]`"""
+        changes = ", ".join(f"{name}={yaml_value(value)}" for name, value in self.changes.items())
+        return f"phase {self.number}, steps {self.begin + 1:,} to {self.end:,}: {changes or 'the settings of the run'}"
+
+
+def phase_at(phases: Sequence[RunPhase], step: int) -> RunPhase:
+    """The phase in which `step` (from 1) is done; the first for 0, the last beyond the run."""
+    return next((phase for phase in phases if step <= phase.end), phases[-1])
+
+
+def same_model(one: Config, other: Config) -> bool:
+    """Whether a model that was built for one config trains with the other, too."""
+    apart = (name for name in SETTINGS if value_of(one, name) != value_of(other, name))
+    return not any(name in INSIDE or not name.startswith(OUTSIDE_OF_MODEL) for name in apart)
+
+
+def may_change(name: str) -> bool:
+    """Whether a phase may set it."""
+    return name.startswith(MAY_CHANGE)
+
+
+def ends_of(phases: Sequence[Mapping[str, Any]], steps: int) -> list[int]:
+    """The last step of each phase of a run of `steps`."""
+    ends = [int(until) if (until := phase[UNTIL]) >= 1 else round(until * steps) for phase in phases[:-1]]
+    return [*ends, steps]
+
+
+def phases_of(config: Config, world_size: int = 1) -> list[RunPhase]:
+    """The phases of a derived config: the whole run is one where it has no other."""
+    steps, entries = config.train.steps, config.phases
+    if not entries:
+        return [RunPhase(1, 0, steps, {}, config)]
+    kept = ("run_dir", "run_name", "train.steps")
+    settings = with_values(config, {n: None for n in config.derived if n not in kept and SETTINGS[n].default is None})
+    found, begin = list[RunPhase](), 0
+    for number, (entry, end) in enumerate(zip(entries, ends_of(entries, steps), strict=True), 1):
+        changes = {name: value for name, value in entry.items() if name != UNTIL}
+        settings = with_values(settings, changes)
+        phase = RunPhase(number, begin, end, changes, settings)
+        own = {}
+        if phase.schedules:
+            of_schedule = {"lr.steps": end - begin, "lr.decay_steps": (end - begin) // 5}
+            own = {name: value for name, value in of_schedule.items() if name not in changes}
+            own |= {"lr.warmup_steps": changes.get("lr.warmup_steps", 0)} if number > 1 else {}
+        derived = derive(with_values(settings, own), world_size)
+        found.append(replace(phase, config=derived))
+        begin = end
+    return found
