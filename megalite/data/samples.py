@@ -152,8 +152,8 @@ class Position:
 
 
 def _in_samples_of(length: int, part: Part, taken: int, before: int) -> int:
-    """As many samples of `length` tokens as `taken` ones of `before` tokens are: the same epochs, and of the last the
-    same tokens, rounded up."""
+    """The number of samples of `length` tokens that are as far in the part as `taken` ones of `before` tokens: the same
+    epochs, and of the last the same share, rounded up."""
     epochs, rest = divmod(taken, part.samples(before))
     return epochs * part.samples(length) + min(-(-rest * before // length), part.samples(length))
 

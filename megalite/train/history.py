@@ -10,6 +10,7 @@ step may stand in it more than once, and of two samples of one step and prompt t
 The kinds, and what else they tell:
 
     start, resume                how and where the run was started: command, versions, layout, hosts
+    phase                        epochs of its sources by name so far, and a message that says what changes
     skipped                      a step whose loss or gradient was not finite
     spike                        a step that train.skip_spikes did not apply
     rolled_back                  checkpoint: its step; message: which steps and samples are passed over
@@ -80,6 +81,7 @@ TYPES: dict[str, Any] = {  # of values, by name; all others of a line of metrics
     **dict.fromkeys(("time_split", "layer_attention_logit", *UPDATE_SIZES), dict[str, float]),
     "moe": dict[str, float | list[list[int]]],
     "cuts": dict[str, int],
+    "epochs": dict[str, float],
     "about": list[list[str]],
     **dict.fromkeys(("layout", "settings"), dict[str, Any]),
 }

@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from math import inf, isfinite
@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.config.files import write_atomically
-from megalite.config.phases import RunPhase, same_model
+from megalite.config.phases import RunPhase
 from megalite.config.schedule_request import SPLITTING
 from megalite.config.schema import Config
 from megalite.config.settings import DERIVED, OPEN, as_plain, value_of, with_values
@@ -39,11 +39,12 @@ from megalite.launch.process import StopSignals
 from megalite.launch.watchdog import SAVES, Doing, after_report_s
 from megalite.optim.schedule import step_rates
 from megalite.pipeline.simulator import Span
-from megalite.train.build import MICRO, Training, data_share, rebuilt
+from megalite.train.build import MICRO, Training, data_share
 from megalite.train.evaluate import ValidationMetrics, evaluate, sample
 from megalite.train.history import PIPELINE, Record, RunLog, StatusFile, StepPart
 from megalite.train.metrics import Meter
-from megalite.train.saving import Progress, Saver, TrainingStoppedError, begun_phase, check_replicas, roll_back
+from megalite.train.phases import begin
+from megalite.train.saving import Progress, Saver, TrainingStoppedError, check_replicas, roll_back
 from megalite.train.step import PendingMetrics, TrainStep
 
 # The host runs ahead of an accelerator, whose metrics are read one step late. A CPU's are there at once.
@@ -141,23 +142,6 @@ def train(job: Job) -> None:
         begin(job, job.plan[len(job.begun)])
         train_phase(job)
     job.saver.save_last()
-
-
-def begin(job: Job, phase: RunPhase) -> None:
-    """Go on with the settings and the data of a phase; collective."""
-    before, job.config, data = job.config, phase.config, job.opened[phase.number - 1]
-    assert data is not None, "what is left to do has been opened"
-    job.position, source = job.position.moved(data.train, data.identities, job.progress.samples)
-    job.data = replace(data, train=source)
-    if not same_model(before, job.config):
-        job.training = rebuilt(job.training, job.config, job.context, job.log.note)
-    if job.training.spikes is not None and before.train.seq_length != job.config.train.seq_length:
-        job.training.spikes.fill([])  # other losses
-    if phase.number > len(job.begun):
-        job.begun = [*job.begun, begun_phase(phase, data.fingerprint)]
-        if phase.number > 1:
-            epochs = dict(zip(data.names, source.epochs(job.progress.samples), strict=True))
-            job.log.event("phase", job.progress.step, message=phase.words, epochs=epochs)
 
 
 def train_phase(job: Job) -> None:

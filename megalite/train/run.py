@@ -44,7 +44,8 @@ from megalite.train.build import (
 )
 from megalite.train.evaluate import prompts_of
 from megalite.train.history import Note, RunLog, StatusFile, View, examine_records
-from megalite.train.loop import Job, begin, record_settings, train
+from megalite.train.loop import Job, record_settings, train
+from megalite.train.phases import begin
 from megalite.train.saving import Saver, TrainingStoppedError, restore, state_bytes
 
 NEWS_S = 1.0  # the signal that ended another rank's start reaches this rank too, which then reports no error
@@ -170,7 +171,8 @@ def set_up(job: Job, companions: Companions) -> None:
     settings_at = lambda step: as_plain(phase_at(job.plan, step).config)  # noqa: E731 - a word for it
     folder = job.folder = RunFolder(Path(config.run_dir), context, config.resume, settings_at, begun_with)
     try:
-        job.config = config = job.plan[0].config
+        found = newest(folder.checkpoints, context, log.note)
+        job.config = config = phase_at(job.plan, found.manifest.step if found else 0).config
         notes = [*config.told, *folder.changes, slow_precision(context.dtype, context.device)]
         notes += [*lines_of_scaling(config.model), *lines_of_groups(config)]
         if config.train.fp8 is not None and context.device.type == "cpu":
@@ -180,7 +182,7 @@ def set_up(job: Job, companions: Companions) -> None:
         for line in filter(None, notes):
             log.note(line)
         job.training = build_training(config, context, log.note)
-        if (found := newest(folder.checkpoints, context, log.note)) is not None:
+        if found is not None:
             restore(job, found)
         else:
             read = companions.read_weights

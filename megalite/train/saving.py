@@ -31,9 +31,9 @@ from megalite.checkpoint.run_folder import OF_STATE, RunFolder
 from megalite.checkpoint.store import BackgroundSaves, CheckpointError, Saved, save
 from megalite.config.files import as_record
 from megalite.config.phases import RunPhase
-from megalite.config.settings import as_plain, leaves, yaml_value
+from megalite.config.settings import as_plain, leaves
 from megalite.data.samples import Position
-from megalite.errors.problems import Problem, UserError, refuse, several
+from megalite.errors.problems import Problem, UserError, several
 from megalite.launch.context import ParallelContext, rank0_broadcast
 from megalite.layout.buffer_layout import Kind, OwnedRange, slice_ranges
 from megalite.layout.parameters import is_replicated
@@ -42,6 +42,7 @@ from megalite.optim.buffers import EMA, ranges_of
 from megalite.optim.optimizer import slices_of
 from megalite.train.build import Training
 from megalite.train.history import seals
+from megalite.train.phases import begun_phase, check_phases
 
 if TYPE_CHECKING:
     from megalite.train.loop import Job
@@ -80,7 +81,7 @@ class SavedState:
     tokenizer: dict[str, str] = field(default_factory=dict)  # hash of each file of its folder
     record: dict[str, Any] = field(default_factory=dict)  # seals of the files of the record, as they were then
     layout: dict[str, int] = field(default_factory=dict)
-    position: Position = Position()  # in the data
+    position: Position = field(default_factory=Position)  # in the data
     phases: list[dict[str, Any]] = field(default_factory=list)  # that have begun: `begun_phase` of each
     torch: str = torch.__version__
 
@@ -103,30 +104,6 @@ def restore(job: "Job", found: Found) -> None:
     if not state.position.sources:  # a checkpoint of an earlier version
         before = replace(job.data.train, seq_length=state.config["train"]["seq_length"])
         job.position, _ = state.position.moved(before, job.data.identities, 0)
-
-
-def begun_phase(phase: RunPhase, fingerprint: str) -> dict[str, Any]:
-    """What a checkpoint keeps of a phase that has begun, which must be as it was when the run goes on."""
-    return {"begin": phase.begin, "changes": dict(phase.changes), "data": fingerprint}
-
-
-def check_phases(job: "Job") -> None:
-    """UserError where the command changes a phase that has begun, but for the end of one under way."""
-    problems = list[Problem]()
-    for at, saved in enumerate(job.begun):
-        phase = job.plan[at] if at < len(job.plan) else None
-        data = job.opened[at] if phase else None
-        now = phase and begun_phase(phase, data.fingerprint if data else saved["data"])
-        if now != saved:
-            apart = "is not there any more" if now is None else f"differs now: {phase.words if phase else ''}"
-            changes = ", ".join(f"{name}={yaml_value(value)}" for name, value in saved["changes"].items())
-            rule = f"phase {at + 1} has begun after step {saved['begin']} with {changes or 'no change'}, and {apart}"
-            hint = "phases that have begun as they were, until as a number of steps; or a new run_dir"
-            problems.append(Problem("phases", job.config.phases, rule, hint))
-    if job.begun and not problems and job.plan[len(job.begun) - 1].end < job.progress.step:
-        rule = f"phase {len(job.begun)} would have ended before step {job.progress.step}, which is done"
-        problems.append(Problem("phases", job.config.phases, rule, f"until of {job.progress.step} or more for it"))
-    refuse(problems)
 
 
 def read_state(job: "Job", found: Found) -> SavedState:

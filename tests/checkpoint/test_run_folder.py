@@ -143,7 +143,6 @@ def test_sequences_may_grow_and_rotary_positions_with_them() -> None:
     [
         ({"train__seq_length": 128}, ["train.seq_length"]),
         ({"model__rope_theta": 5e5}, ["model.rope_theta"]),
-        ({**LONGER, "train__batch_ramp": [2, 2, 8]}, ["train.batch_ramp"]),
         ({**LONGER, "model__max_positions": 512}, ["model.max_positions"]),
         ({**LONGER, "seed": 1}, ["seed"]),
     ],
