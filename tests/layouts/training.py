@@ -88,7 +88,7 @@ def small_config(
         values = {name: inner[name](**value) if name in inner else value for name, value in values.items()}
         setattr(config, section, replace(getattr(config, section), **values))
     if isinstance(config.data.path, list):  # names beside the text
-        config.data.path = [str(text.with_name(name)) for name in config.data.path]
+        config.data.path = [str(text.parent / name) for name in config.data.path]
     return derive(config, world_size)
 
 
