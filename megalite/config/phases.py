@@ -25,7 +25,7 @@ MAY_CHANGE = (  # settings, or beginnings of their names
 )
 # Settings that a model, its executor and its memory do not depend on: with these alone they stay as they are.
 OUTSIDE_OF_MODEL = ("data.", "lr.", PEAK, "train.eval_", "train.sample_", "train.global_batch_size")
-INSIDE = ("data.cross_document_attention",)
+INSIDE = ("data.cross_document_attention", "data.path")  # it adds up losses by source
 
 
 @dataclass(frozen=True)

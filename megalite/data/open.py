@@ -36,7 +36,7 @@ class OpenedData:
     fingerprint: str
     description: str
     identities: list[str]  # of the parts' contents
-    names: list[str]  # of the parts, each another one
+    names: list[str]  # of the parts
 
     @property
     def tokenizer_folder(self) -> Path | None:
@@ -73,7 +73,7 @@ def open_data(config: Config, found: TokenFiles) -> OpenedData:
         fingerprint=digest(FORMAT, identities, fraction, weights),
         description="; ".join([counts, *([tokenizer.name] if tokenizer else [])]),
         identities=identities,
-        names=_names(config.data),
+        names=source_names(config.data) or [config.data.source],
     )
 
 
@@ -97,6 +97,18 @@ def paths_of(data: DataConfig) -> list[str]:
     return [data.path] if isinstance(data.path, str) else list(data.path)
 
 
+def source_names(data: DataConfig) -> list[str]:
+    """Names of a blend's parts: the last part of each path, and what tells it from others of that name before it. Empty
+    where there is no blend."""
+    names, paths = list[str](), [PurePath(path).parts for path in paths_of(data)] if isinstance(data.path, list) else []
+    for path in paths if len(paths) > 1 else ():
+        tails = [path[-length:] for length in range(1, len(path) + 1)]
+        tail = next((tail for tail in tails if sum(one[-len(tail) :] == tail for one in paths) == 1), path)
+        name = "/".join(tail)
+        names.append(name if name not in names else f"{name} ({len(names) + 1})")  # the same path twice
+    return names
+
+
 def digest(*facts: object) -> str:
     """A short name for `facts` (anything that JSON can hold): equal facts, equal name, on every machine."""
     return xxhash.xxh3_128_hexdigest(json.dumps(facts, sort_keys=True).encode())[:20]
@@ -108,12 +120,6 @@ def check_vocabulary(config: Config, needed: int) -> None:
     if wanted is not None and wanted < needed:
         hint = f"null, at least {needed}, or a tokenizer with fewer tokens (with checkpoint.init_from: its own)"
         raise UserError(Problem("model.vocab_size", wanted, f"the tokenizer has {needed:,} tokens", hint))
-
-
-def _names(data: DataConfig) -> list[str]:
-    """The last part of the path of each source, with its number where several are alike."""
-    leaves = ["stdlib"] if data.source == "stdlib" else [PurePath(path).name for path in paths_of(data)]
-    return [leaf if leaves.count(leaf) == 1 else f"{leaf}-{at}" for at, leaf in enumerate(leaves)]
 
 
 def _tokenizer(config: Config, files: list[TokenFile], given: TextTokenizer | None) -> TextTokenizer | None:

@@ -141,8 +141,8 @@ def test_metrics_that_are_read_one_step_late_as_on_an_accelerator_are_the_same(
 def test_sequences_grow_in_the_middle_of_a_run(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """28 samples of 16 tokens were read: the next one of 40 is the 12th of the source's order. A stop in the longer stage
-    is as any."""
+    """28 samples of 16 tokens were read: the next one of 40 is the 12th of the source. A stop in the longer stage is as
+    any."""
     read: list[int] = []
 
     def noted(source: Any, first: int, *args: Any) -> Batch:
@@ -162,7 +162,7 @@ def test_sequences_grow_in_the_middle_of_a_run(
             assert start(longer) == 0
         said = capsys.readouterr().out
         assert ("train.seq_length is now 40; the run was at 16" in said) == (stop == 8)
-        assert ("samples have 40 tokens from here on; each source goes on: text.txt after " in said) == (stop == 8)
+        assert ("samples have 40 tokens from here on; each source goes on: text after " in said) == (stop == 8)
     assert sorted(set(read))[:4] == [28, 30, 32, 34]
     state = json.loads((tmp_path / f"checkpoints/step-{STEPS:08d}/state.json").read_text())
     assert [*state["position"]["sources"].values()] == [[0, 12, 40]]
