@@ -1,7 +1,8 @@
 """Reads the entries of `phases` and finds what is wrong with them: names, values, order, and each phase's config."""
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from megalite.config.derive import absolute_paths, derive
@@ -11,6 +12,7 @@ from megalite.config.rule import outside
 from megalite.config.rules import check
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS
+from megalite.config.step_plan import horizon_of
 from megalite.errors.problems import Problem
 
 EXAMPLE = "phases=[{until: 0.8}, {lr: {schedule: linear, min_lr: 0}}]"
@@ -30,8 +32,10 @@ def read_phases(config: Config) -> tuple[Config, list[Problem]]:
         if "data.path" in read:
             read["data.path"] = absolute_paths(read["data.path"], source)
         found.append(read)
-    problems += _in_order(found, config.train.steps)
-    return replace(config, phases=[] if problems else found), problems
+    config = replace(config, phases=[] if problems else found)
+    if rule := _in_order(config):
+        problems.append(Problem("phases", found, rule, f"each but the last with until, a step or a share: {EXAMPLE}"))
+    return config, problems
 
 
 def _flat(entry: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -69,25 +73,20 @@ def _hint(name: str, value: Any) -> str:
     return SETTINGS[name].words
 
 
-def _in_order(phases: Sequence[Mapping[str, Any]], steps: int) -> list[Problem]:
-    """What is wrong with the phases' ends."""
-    rule, hint = "", f"each but the last with until, a step of the run or a share of its steps: {EXAMPLE}"
-    for number, phase in enumerate(phases, 1):
+def _in_order(config: Config) -> str:
+    """What is wrong with the phases' ends; empty where nothing is."""
+    for number, phase in enumerate(config.phases, 1):
         until: Any = phase.get(UNTIL)
-        is_last = number == len(phases)
-        is_number = isinstance(until, int | float) and not isinstance(until, bool)
+        is_last = number == len(config.phases)
         if is_last and until is not None:
-            rule = f"phase {number} is the last, and ends with the run: it has no until"
-        elif not is_last and not (is_number and 0 < until < steps and (until < 1 or until % 1 == 0)):
-            rule = f"phase {number} has until={until}: not a share between 0 and 1 nor a step before {steps}"
-        if rule:
-            return [Problem("phases", [dict(phase) for phase in phases], rule, hint)]
-    ends = ends_of(phases, steps) if phases else []
-    back = [at for at, (one, other) in enumerate(zip([0, *ends], ends, strict=False), 1) if other <= one]
-    if back:
-        rule = f"phase {back[0]} ends at step {ends[back[0] - 1]}, where no step is left for it"
-        return [Problem("phases", [dict(phase) for phase in phases], rule, hint)]
-    return []
+            return f"phase {number} is the last, and ends with the run: it has no until"
+        if not is_last and not (type(until) in (int, float) and until > 0 and (until < 1 or until % 1 == 0)):
+            return f"phase {number} has until={until}: neither a share between 0 and 1 nor a step"
+    if config.phases and horizon_of(config.train) not in ("train.steps", "train.tokens"):
+        return f"they need a run whose length is given in train.steps or train.tokens, not {horizon_of(config.train)}"
+    ends = ends_of(config)
+    back = [at for at, (one, other) in enumerate(pairwise([0, *ends]), 1) if other <= one]
+    return f"phase {back[0]} ends at step {ends[back[0] - 1]}, where no step is left for it" if back else ""
 
 
 def problems_of_phases(config: Config, world_size: int, doubtful: Set[str]) -> list[Problem]:

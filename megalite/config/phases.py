@@ -1,18 +1,21 @@
 """A run in phases: settings that change at planned steps, while weights and the optimizer's state stay.
 
-An entry of `phases` is {until: STEP or share of the run's steps, SETTING: VALUE, ...}; the last has no `until`. What
-an entry changes stays changed in the phases after it. A phase that sets something of the learning rate has a schedule
-of its own, over its steps, which begins at the rate that the phase before ended with; others go on with the one that
-they find.
+An entry of `phases` is {until: STEP or share of the run, SETTING: VALUE, ...}; the last has no `until`. What an entry
+changes stays changed in the phases after it. A phase that sets something of the learning rate has a schedule of its
+own, over its steps, which begins at the rate that the phase before ended with; others go on with the one that they
+find.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
+from math import ceil
 from typing import Any
 
-from megalite.config.derive import derive
+from megalite.config.derive import derive, derive_lengths
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, value_of, with_values, yaml_value
+from megalite.config.step_plan import known_steps, samples_after, steps_to
 
 UNTIL, PEAK = "until", "optimizer.lr"
 MAY_CHANGE = (  # settings, or beginnings of their names
@@ -66,21 +69,37 @@ def may_change(name: str) -> bool:
     return name.startswith(MAY_CHANGE)
 
 
-def ends_of(phases: Sequence[Mapping[str, Any]], steps: int) -> list[int]:
-    """The last step of each phase of a run of `steps`."""
-    ends = [int(until) if (until := phase[UNTIL]) >= 1 else round(until * steps) for phase in phases[:-1]]
-    return [*ends, steps]
+def ends_of(config: Config) -> list[int]:
+    """The last step of each phase. A share is one of train.steps, or of train.tokens, which phases consume by batches
+    and lengths of their own."""
+    tokens, settings, ends, samples, consumed = config.train.tokens, config, list[int](), 0, 0
+    for phase in config.phases:
+        settings = with_values(settings, {name: value for name, value in phase.items() if name != UNTIL})
+        train, done, until = settings.train, ends[-1] if ends else 0, phase.get(UNTIL)
+        share = 1.0 if until is None else until if until < 1 else None
+        if share is None:
+            end = int(until or 0)
+        elif tokens is None:
+            end = round(share * (known_steps(train) or 0))
+        else:
+            wanted = -(-(ceil(Fraction(str(share)) * tokens) - consumed) // train.seq_length)
+            end = steps_to(train, samples + max(0, wanted), done=done, samples=samples)
+        after = samples_after(train, end, done=done, samples=samples)
+        consumed, samples = consumed + (after - samples) * train.seq_length, after
+        ends.append(end)
+    return ends
 
 
 def phases_of(config: Config, world_size: int = 1) -> list[RunPhase]:
     """The phases of a derived config: the whole run is one where it has no other."""
-    steps, entries = config.train.steps, config.phases
+    entries, kept = config.phases, ("run_dir", "run_name", "train.steps")
     if not entries:
-        return [RunPhase(1, 0, steps, {}, config)]
-    kept = ("run_dir", "run_name", "train.steps")
+        return [RunPhase(1, 0, config.train.steps, {}, config)]
+    ends = ends_of(config)
+    config = derive_lengths(config, ends[-1])
     settings = with_values(config, {n: None for n in config.derived if n not in kept and SETTINGS[n].default is None})
     found, begin = list[RunPhase](), 0
-    for number, (entry, end) in enumerate(zip(entries, ends_of(entries, steps), strict=True), 1):
+    for number, (entry, end) in enumerate(zip(entries, ends, strict=True), 1):
         changes = {name: value for name, value in entry.items() if name != UNTIL}
         settings = with_values(settings, changes)
         phase = RunPhase(number, begin, end, changes, settings)

@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,12 +20,13 @@ import torch
 from megalite.checkpoint.commit import CHECKPOINTS, committed
 from megalite.checkpoint.reading import newest
 from megalite.checkpoint.run_folder import TOKENIZER, RunFolder, keep_tokenizer, require_room
-from megalite.config.derive import BUILT_IN_TOKENIZERS
+from megalite.config.derive import BUILT_IN_TOKENIZERS, derive_lengths
 from megalite.config.files import private_files
 from megalite.config.layout import exchange_of
 from megalite.config.phases import RunPhase, phase_at, phases_of
 from megalite.config.schema import Config
-from megalite.config.settings import as_plain, with_values
+from megalite.config.settings import as_plain, leaves, nested, with_values
+from megalite.config.step_plan import FOLLOW_LENGTH, horizon_of
 from megalite.data.open import OpenedData, TokenFiles, note_changed_files, open_data
 from megalite.errors.problems import Problem, UserError, collect, several, to_stderr
 from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
@@ -46,7 +48,7 @@ from megalite.train.evaluate import prompts_of
 from megalite.train.history import Note, RunLog, StatusFile, View, examine_records
 from megalite.train.loop import Job, record_settings, train
 from megalite.train.phases import begin
-from megalite.train.saving import Saver, TrainingStoppedError, restore, state_bytes
+from megalite.train.saving import Progress, Saver, TrainingStoppedError, restore, state_bytes
 
 NEWS_S = 1.0  # the signal that ended another rank's start reaches this rank too, which then reports no error
 
@@ -58,6 +60,7 @@ class Companions(NamedTuple):
     prepare: Callable[[Config], TokenFiles]  # makes every token file that is not there yet
     read_weights: ReadWeights  # reads the folder of checkpoint.init_from
     fit: Fit  # chooses the micro-batch size by the memory of the GPUs
+    with_steps: Callable[[Config, OpenedData, Progress], Config]  # what follows from the run's length, once it is known
     look_at_nodes: Callable[[ParallelContext, Path], Sequence[str]]  # for launch.preflight; lines, on rank 0
     say: Note  # prints a line for the user, on rank 0
     open_views: Callable[[Job, Note], Mapping[str, View]]  # by name, on rank 0
@@ -73,7 +76,7 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
         raise UserError(problems)
     run_dir, minutes = Path(config.run_dir), config.train.max_minutes
     status_file = config.launch.status_file if context.rank == 0 else None
-    status = StatusFile(status_file, str(run_dir), config.train.steps, environment.job_began)
+    status = StatusFile(status_file, str(run_dir), environment.job_began)
     hosts = [host for (host,) in context.gather_json([socket.gethostname()])]
     job = Job(config, context, hosts, RunLog(companions.say), status)
     failed = False
@@ -137,6 +140,8 @@ def open_phases(
         return opened[key]
 
     job.plan = phases_of(config, context.world_size)
+    if len(job.plan) > 1:
+        job.config = derive_lengths(config, job.plan[-1].end)
     return [of_phase(phase) for phase in job.plan]
 
 
@@ -165,11 +170,12 @@ def set_up(job: Job, companions: Companions) -> None:
         for one in (job.config, *(phase.config for phase in job.plan))
     )
     job.plan = [replace(phase, config=one) for phase, one in zip(job.plan, of_phases, strict=True)]
-    job.data, config = data, job.base
-    job.prompts = all_ranks_or_raise(context, lambda: prompts_of(config, data))
+    job.data = data
+    know_length(job, companions)
+    job.prompts = all_ranks_or_raise(context, lambda: prompts_of(job.base, data))
     begun_with = job.opened[0].fingerprint if job.opened[0] else ""
-    settings_at = lambda step: as_plain(phase_at(job.plan, step).config)  # noqa: E731 - a word for it
-    folder = job.folder = RunFolder(Path(config.run_dir), context, config.resume, settings_at, begun_with)
+    folder = RunFolder(Path(job.base.run_dir), context, job.base.resume, partial(asked_at, job.plan), begun_with)
+    job.folder = folder
     try:
         found = newest(folder.checkpoints, context, log.note)
         job.config = config = phase_at(job.plan, found.manifest.step if found else 0).config
@@ -184,6 +190,7 @@ def set_up(job: Job, companions: Companions) -> None:
         job.training = build_training(config, context, log.note)
         if found is not None:
             restore(job, found)
+            know_length(job, companions)
         else:
             read = companions.read_weights
             all_ranks_or_raise(context, lambda: fill_with_start_values(job.training.buffers, config, context, read))
@@ -204,9 +211,25 @@ def set_up(job: Job, companions: Companions) -> None:
         raise
 
 
+def know_length(job: Job, companions: Companions) -> None:
+    """The steps of a run whose length follows from model and data, as far as it has come; collective."""
+    if len(job.plan) == 1:
+        known = partial(companions.with_steps, job.base, job.data, job.progress)
+        job.base = job.config = all_ranks_or_raise(job.context, known)
+        job.plan = phases_of(job.base, job.context.world_size)
+
+
+def asked_at(plan: Sequence[RunPhase], step: int) -> dict[str, Any]:
+    """The settings in which a step is done, without those that follow from the length of the run by its progress."""
+    config = phase_at(plan, step).config
+    by_length = {*config.derived} & {*FOLLOW_LENGTH} if horizon_of(config.train) != "train.steps" else {}
+    return nested({name: value for name, value in leaves(as_plain(config)).items() if name not in by_length})
+
+
 def open_record(job: Job, companions: Companions) -> None:
     """Open the files that tell of this start; where nothing is left to do, say so."""
     step, context, log, train = job.progress.step, job.context, job.log, job.config.train
+    job.status.steps = train.steps
     all_ranks_or_raise(context, lambda: job.status.write("running", step))
     if job.finished:
         job.status.write("finished")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megalite.config.compose import load_config
+from megalite.config.phases import phases_of
 from megalite.data.samples import IntArray, SampleSource, permute, round_keys
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
@@ -187,11 +188,22 @@ def test_phases_to_come_may_change(stopped: Path) -> None:
     assert run_words(ParallelContext(), [*overrides(stopped, "edited"), plan(stopped, *entries)[-1]]) == 0
 
 
+def test_shares_of_tokens_count_what_each_phase_consumes() -> None:
+    """4,096 tokens: half in steps of 2 x 64, the rest in steps of 4 x 128, the last of which is begun for few."""
+    words = ["tokenizer=byte", "train.tokens=4096", "train.global_batch_size=2", "train.seq_length=64"]
+    later = "train: {global_batch_size: 4, seq_length: 128}"
+    for until, ends in (("0.5", [16, 20]), ("0.52", [17, 21]), ("7", [7, 14])):
+        config = load_config([*words, f"phases=[{{until: {until}}}, {{{later}}}]"], 1)
+        assert [phase.end for phase in phases_of(config)] == ends
+        assert {phase.config.train.steps for phase in phases_of(config)} == {ends[-1]}
+
+
 def refusals() -> Iterator[tuple[str, str]]:
     yield "[{until: 20}, {until: 10}, {}]", "phase 2 ends at step 10"
     yield "[{until: 20}, {until: 20}, {}]", "phase 2 ends at step 20"
     yield "[{}, {}]", "phase 1 has until=None"
-    yield "[{until: 99}, {}]", "phase 1 has until=99"
+    yield "[{until: 99}, {}]", "phase 2 ends at step 36"
+    yield "[{until: 1.5}, {}]", "phase 1 has until=1.5"
     yield "[{until: 10}, {until: 36}]", "it has no until"
     yield "[{until: 10}, {model: {hidden_size: 128}}]", "the same in all phases"
     yield "[{until: 10}, {data: {wieghts: [1, 2]}}]", r"data\.weights"
@@ -199,12 +211,13 @@ def refusals() -> Iterator[tuple[str, str]]:
     yield "[{until: 10}, {train: {global_batch_size: 3}}]", "phases, 2: train.global_batch_size"
     yield "[{until: 10}, {data: {weights: [1, 2, 3]}}]", "phases, 2: data.weights"
     yield "[{until: 10}, {lr: {min_lr: -1}}]", "at least 0"
+    yield "[{until: 10}, {}] train.steps=null train.epochs=1", "a run whose length is given in"
 
 
 @pytest.mark.parametrize(("phases", "words"), refusals())
 def test_plans_that_cannot_be_are_refused(sources: Path, phases: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        load_config([*overrides(sources, "refused"), f"phases={phases}"], 1)
+        load_config([*overrides(sources, "refused"), *f"phases={phases}".split(" train.steps=null ")], 1)
     assert not (sources / "refused").exists()
 
 
