@@ -11,7 +11,7 @@ from megalite.config.phases import UNTIL, ends_of, may_change, phases_of
 from megalite.config.rule import outside
 from megalite.config.rules import check
 from megalite.config.schema import Config
-from megalite.config.settings import SETTINGS
+from megalite.config.settings import SETTINGS, with_values
 from megalite.config.step_plan import horizon_of
 from megalite.errors.problems import Problem
 
@@ -95,7 +95,8 @@ def problems_of_phases(config: Config, world_size: int, doubtful: Set[str]) -> l
         return []
     known, found = {one.setting for one in check(config, world_size, doubtful)}, list[Problem]()
     for phase in phases_of(derive(config, world_size), world_size):
-        for one in check(phase.config, world_size, doubtful):
+        given = {"train.steps": None} if "train.steps" in phase.config.derived else {}
+        for one in check(with_values(phase.config, given), world_size, doubtful):
             if one.setting not in known:
                 found.append(replace(one, setting=f"phases, {phase.number}: {one.setting}"))
     return found

@@ -103,12 +103,12 @@ def phases_of(config: Config, world_size: int = 1) -> list[RunPhase]:
         changes = {name: value for name, value in entry.items() if name != UNTIL}
         settings = with_values(settings, changes)
         phase = RunPhase(number, begin, end, changes, settings)
-        own = {}
+        own = dict[str, Any]()
         if phase.schedules:
-            of_schedule = {"lr.steps": end - begin, "lr.decay_steps": (end - begin) // 5}
-            own = {name: value for name, value in of_schedule.items() if name not in changes}
-            own |= {"lr.warmup_steps": changes.get("lr.warmup_steps", 0)} if number > 1 else {}
-        derived = derive(with_values(settings, own), world_size)
-        found.append(replace(phase, config=derived))
+            steps = changes.get("lr.steps", end - begin)
+            of_schedule = {"lr.steps": steps, "lr.decay_steps": steps // 5, "lr.warmup_steps": 0}
+            given = changes if number > 1 else {**changes, "lr.warmup_steps": None}
+            own = {name: value for name, value in of_schedule.items() if name not in given}
+        found.append(replace(phase, config=with_values(derive(settings, world_size), own)))
         begin = end
     return found

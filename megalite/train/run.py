@@ -174,7 +174,8 @@ def set_up(job: Job, companions: Companions) -> None:
     know_length(job, companions)
     job.prompts = all_ranks_or_raise(context, lambda: prompts_of(job.base, data))
     begun_with = job.opened[0].fingerprint if job.opened[0] else ""
-    folder = RunFolder(Path(job.base.run_dir), context, job.base.resume, partial(asked_at, job.plan), begun_with)
+    config = job.base
+    folder = RunFolder(Path(config.run_dir), context, config.resume, partial(asked_at, job.plan), begun_with)
     job.folder = folder
     try:
         found = newest(folder.checkpoints, context, log.note)
