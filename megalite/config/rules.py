@@ -20,7 +20,15 @@ from megalite.config.rule import SHAPES, Case, Found, Rule, broken, outside, pro
 from megalite.config.schedule_request import CHUNKED, ScheduleRequest
 from megalite.config.schema import MOST_STEPS, Config
 from megalite.config.settings import SETTINGS
-from megalite.config.step_plan import HORIZONS, batch_sizes, horizon_of, ramp_flaw
+from megalite.config.step_plan import (
+    FOLLOW_LENGTH,
+    HORIZONS,
+    IN_TOKENS,
+    batch_sizes,
+    horizon_of,
+    ramp_flaw,
+    warmup_and_decay,
+)
 from megalite.errors.problems import Problem
 from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, EXPERT_NAME, strides_of
 from megalite.layout.stages import stage_counts
@@ -55,8 +63,8 @@ OF_EXPERTS: list[Inert] = [(EXPERTS, 1, " ".join({name for name in SETTINGS if "
 # The same where a run says that they do nothing, and goes on: their switch is turned for a try and back.
 UNUSED: list[Inert] = [
     ("tokenizer", "bpe", "bpe_vocab_size"),
-    ("lr.schedule", "wsd", "decay_steps"),
-    ("lr.schedule", {"constant", "linear", "cosine", "wsd"}, "warmup_steps min_lr"),
+    ("lr.schedule", "wsd", "decay_steps decay_tokens"),
+    ("lr.schedule", {"constant", "linear", "cosine", "wsd"}, "warmup_steps warmup_tokens min_lr"),
     ("position", "rope", "rope_theta"),
     ("position", "learned", "max_positions"),
     ("sample_tokens", 1, "sample_interval sample_prompts"),
@@ -194,15 +202,16 @@ def kernels_can_run(case: Case) -> Iterator[Found]:
 
 def steps_are_steps_of_the_run(case: Case) -> Iterator[Found]:
     train, lr = case.config.train, case.config.lr
-    warmup, idle = lr.warmup_steps or 0, {*train.profile_steps} & {*train.skip_steps}
-    steps, horizon = case.value("train.steps"), horizon_of(train)
+    idle, steps, horizon = {*train.profile_steps} & {*train.skip_steps}, case.value("train.steps"), horizon_of(train)
+    warmup, decay = (one or 0 for one in warmup_and_decay(case.config, steps or 0))
+    by = [IN_TOKENS[name] if case.given(IN_TOKENS[name]) is not None else name for name in FOLLOW_LENGTH[1:]]
     known = inf if steps is None else steps  # unknown: judged again once model and data are known
     last = "{1}" if horizon == "train.steps" or steps is None else f"{known}, the steps of {{1}}"
-    late = lr.schedule == "wsd" and warmup <= known < warmup + (lr.decay_steps or 0)
+    late = lr.schedule == "wsd" and warmup <= known < warmup + decay
     bare = lr.schedule == "table" and not lr.table
     yield bare, "lr.table lr.schedule", f"must be given with {{1}}, like {SHAPES['lr.table'][1]}"
-    yield _warms_up(case) and warmup > known, f"warmup_steps {horizon} {known}", f"above {last}"
-    yield late, f"decay_steps warmup_steps {horizon}", "with {1} it is longer than the run, {2}"
+    yield _warms_up(case) and warmup > known, f"{by[0]} {horizon} {known}", f"above {last}"
+    yield late, f"{by[1]} {by[0]} {horizon}", "with {1} it is longer than the run, {2}"
     for name, listed in (("skip_steps", train.skip_steps), ("profile_steps", train.profile_steps)):
         beyond = [step for step in listed if not 1 <= step <= known]
         rule = f"must be from 1 to {last}, and {beyond} are not"
@@ -214,6 +223,9 @@ def a_run_has_one_length(case: Case) -> Iterator[Found]:
     first, *others = [name for name in HORIZONS if case.given(name) is not None] or ["train.steps"]
     for other in others:
         yield True, f"{other} {first}", "contradicts {1}: one of them says how long the run is"
+    for one, other in IN_TOKENS.items():
+        both = case.given(other) is not None and case.given(one) != SETTINGS[one].default
+        yield both, f"{other} {one}", "contradicts {1}: one of them says it, in tokens or steps"
     steps = case.value("train.steps") or 0
     rule = f"takes {steps:,} steps, more than {MOST_STEPS:,}"
     yield steps > MOST_STEPS, f"{first} global_batch_size seq_length", rule
