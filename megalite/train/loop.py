@@ -186,9 +186,7 @@ def take_steps(job: Job, train_step: TrainStep) -> None:
                 step = job.begun_step = data.planned.step
                 is_last = step == settings.steps
                 planned = data.planned
-                due = [
-                    do for every, at_end, do in hooks if (at_end and is_last) or due_after(planned, settings, *every)
-                ]
+                due = [do for n, at_end, do in hooks if (at_end and is_last) or due_after(planned, settings, *n)]
                 profiles = step in settings.profile_steps and not data.planned.skipped
                 if profiles:
                     read(keep=0)
