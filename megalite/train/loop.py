@@ -50,6 +50,8 @@ PROFILES, ROWS = "profile", 30  # the folder in a run's, and rows of its tables
 Phase = Literal["start-up", "training", "in a save", "in a rollback"]  # of a rank
 # Times the time-out: tokens may take a day.
 PATIENCE: dict[Phase, float] = {"start-up": inf, "in a save": SAVES, "in a rollback": SAVES}
+# Every n steps (0: never), or every n tokens; at the end too; what.
+Hook = tuple[tuple[int, int | None], bool, Callable[[int], None]]
 BROKEN_OFF = "asked to stop: the {} after step {} is broken off, nothing of it is recorded"
 
 
@@ -161,8 +163,7 @@ def take_steps(job: Job, train_step: TrainStep) -> None:
     launched = deque[tuple[StepBatches, PendingMetrics | None]]()  # steps whose metrics have not been read yet
     evaluations = (settings.eval_interval, settings.eval_interval_tokens) if evaluates else (0, None)
     saves = (config.checkpoint.interval, config.checkpoint.interval_tokens)
-    hooks: list[tuple[tuple[int, int | None], bool, Callable[[int], None]]] = [
-        # (every n steps, 0: never, or every n tokens; at the end too; what)
+    hooks: list[Hook] = [
         ((settings.check_replicas_every, None), False, partial(check_replicas, job.training, job.context)),
         (evaluations, evaluates, partial(evaluate_model, job)),
         (saves, True, saver.save),
@@ -185,8 +186,7 @@ def take_steps(job: Job, train_step: TrainStep) -> None:
             while data is not None and not job.stopping:
                 step = job.begun_step = data.planned.step
                 is_last = step == settings.steps
-                planned = data.planned
-                due = [do for n, at_end, do in hooks if (at_end and is_last) or due_after(planned, settings, *n)]
+                due = [do for n, at_end, do in hooks if (at_end and is_last) or due_after(data.planned, settings, *n)]
                 profiles = step in settings.profile_steps and not data.planned.skipped
                 if profiles:
                     read(keep=0)
