@@ -162,11 +162,10 @@ def take_steps(job: Job, train_step: TrainStep) -> None:
     device, evaluates = job.context.device, job.data.validation is not None
     launched = deque[tuple[StepBatches, PendingMetrics | None]]()  # steps whose metrics have not been read yet
     evaluations = (settings.eval_interval, settings.eval_interval_tokens) if evaluates else (0, None)
-    saves = (config.checkpoint.interval, config.checkpoint.interval_tokens)
     hooks: list[Hook] = [
         ((settings.check_replicas_every, None), False, partial(check_replicas, job.training, job.context)),
         (evaluations, evaluates, partial(evaluate_model, job)),
-        (saves, True, saver.save),
+        ((config.checkpoint.interval, config.checkpoint.interval_tokens), True, saver.save),
         ((settings.sample_interval, None), True, partial(sample_text, job)),
     ]
 
