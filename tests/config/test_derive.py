@@ -199,7 +199,8 @@ DEFINES_TRAINING = {
 SAME_TRAINING = {
     *("run_dir", "run_name", "resume", "device", "precision", "data.cache_dir", "data.workers", "data.streaming"),
     "model.name",  # stands in the folder's name itself
-    *("model.loss_chunk_tokens", "model.moe.dispatcher", "checkpoint.interval", "checkpoint.keep", "checkpoint.async"),
+    *("model.loss_chunk_tokens", "model.moe.dispatcher", "checkpoint.keep", "checkpoint.async"),
+    *("checkpoint.interval", "checkpoint.interval_tokens"),
     *(f"optimizer.{name}" for name in ("zero", "instances", "bucket_size", "overlap", "ownership", "may_change")),
     *(f"optimizer.{name}" for name in ("communication_dtype", "initial_loss_scale", "min_loss_scale")),
     *(f"optimizer.{name}" for name in ("loss_scale_window", "hysteresis")),
