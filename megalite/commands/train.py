@@ -83,6 +83,7 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
     from megalite.hf.saved_model import import_model
     from megalite.launch.preflight import preflight, table
     from megalite.observe.about import open_views, start_fields
+    from megalite.observe.alerts import send_stall
     from megalite.observe.terminal import Terminal
     from megalite.plan.gpu_memory import fit_micro_batch
     from megalite.prepare.prepare import examine, prepare
@@ -96,6 +97,7 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
         fit=fit_micro_batch,
         look_at_nodes=lambda context, folder: table(preflight(context, folder)),
         say=terminal.print,
+        alert=lambda job, message: send_stall(job.config, job.begun_step, message),
         open_views=lambda job, note: open_views(job, terminal, note),
         about=start_fields,
     )

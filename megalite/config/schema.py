@@ -299,6 +299,8 @@ class LogConfig:
     wandb_name: str | None = setting(None, "name of the run there; null: run_name")
     tensorboard: bool = setting(False, "event files for TensorBoard in the run folder's tensorboard/")
     update_sizes: bool = setting(False, "sizes of updates and weights by layer and group in each line of metrics.jsonl")
+    alert_command: str | None = setting(None, "shell command that hears what should wake somebody (docs/logging.md)")
+    alert_minutes: float = setting(10.0, "least minutes between two alerts of one kind", at_least=0)
     report_interval_s: float = setting(30.0, "least seconds between two report.html; 0: only at the end", at_least=0)
 
 

@@ -47,10 +47,15 @@ VARIABLES = {  # of wandb, unless the user has set them
 
 class Trackers:
     """Passes every record on to all trackers of a run: `add` is a view (train/history.py). The first failure of a
-    tracker is a note to the user."""
+    tracker is a note to the user. With `wanted` only records that it wants; the first opens the trackers at once."""
 
-    def __init__(self, openers: Mapping[str, Callable[[], Tracker | None]], note: Note) -> None:
-        self._openers, self._note = openers, note
+    def __init__(
+        self,
+        openers: Mapping[str, Callable[[], Tracker | None]],
+        note: Note,
+        wanted: Callable[[Record], bool] | None = None,
+    ) -> None:
+        self._openers, self._note, self._wanted = openers, note, wanted
         self._open: dict[str, Tracker] = {}
         self._failed: set[str] = set()  # trackers that the user was told of
         self._queue: SimpleQueue[Record] = SimpleQueue()
@@ -58,9 +63,9 @@ class Trackers:
 
     def add(self, record: Record) -> None:
         """Pass a record on. At the end of the run, wait for the trackers to finish."""
-        if not self._openers:
+        if not self._openers or not (self._wanted is None or self._wanted(record)):
             return
-        if self._thread.ident is None and "kind" not in record:
+        if self._thread.ident is None and (self._wanted or "kind" not in record):
             self._thread.start()
         self._queue.put(record)
         if record.get("kind") in ENDS and self._thread.ident is not None:
