@@ -70,6 +70,10 @@ def check(argv: list[str]) -> tuple[Config, ProcessEnvironment]:
     if environment is not None and config is not None:
         problems += fits_this_machine(config, environment.world_size, environment.local_world_size)
         problems += problems_of_groups(config)
+        if environment.rank == 0 and (port := config.log.metrics_port):
+            from megalite.observe.prometheus import Server
+
+            collect(lambda: Server(port).server_close(), problems)
     if environment is None or config is None or problems:
         raise UserError(problems)
     die_with_launcher(environment.launcher)  # during the imports, too: ranks without it wait for nobody

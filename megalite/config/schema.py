@@ -301,6 +301,9 @@ class LogConfig:
     update_sizes: bool = setting(False, "sizes of updates and weights by layer and group in each line of metrics.jsonl")
     alert_command: str | None = setting(None, "shell command that hears what should wake somebody (docs/logging.md)")
     alert_minutes: float = setting(10.0, "least minutes between two alerts of one kind", at_least=0)
+    metrics_port: int | None = setting(
+        None, "port of localhost where Prometheus reads the newest numbers; 0: a free one", at_least=0, at_most=65535
+    )
     report_interval_s: float = setting(30.0, "least seconds between two report.html; 0: only at the end", at_least=0)
 
 

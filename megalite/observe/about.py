@@ -21,6 +21,7 @@ from megalite.launch.environment import launch_command, read_environment
 from megalite.layout.ranks import header_lines
 from megalite.model.flops import active_parameters, flops_per_token, parameter_count
 from megalite.observe.alerts import open_alerts
+from megalite.observe.prometheus import Prometheus
 from megalite.observe.report.page import REPORT, live_report
 from megalite.observe.run_data import read_run
 from megalite.observe.terminal import Terminal
@@ -38,7 +39,10 @@ def open_views(job: Job, terminal: Terminal, note: Note) -> dict[str, View]:
     trackers = open_trackers(job.config, job.folder.path, job.progress.step, note)
     terminal.follow(run, f"{job.config.model.name} on {job.config.data.source}")
     report = live_report(run, job.config.log.report_interval_s)
-    return {REPORT.usual: report, "alerts": alerts.add, "trackers": trackers.add, "terminal": terminal.add}
+    views: dict[str, View] = {REPORT.usual: report, "alerts": alerts.add, "trackers": trackers.add}
+    if (port := job.config.log.metrics_port) is not None:
+        views["prometheus"] = Prometheus(run, job.config.run_name, port, note).add
+    return views | {"terminal": terminal.add}
 
 
 def start_fields(job: Job) -> dict[str, Any]:
