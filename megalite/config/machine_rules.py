@@ -105,8 +105,8 @@ def trackers_can_be_used(config: Config) -> Iterator[Problem]:
     if variable and not (log.wandb or mode):
         remedy = "WANDB_MODE=online, offline or disabled, or leave it out"
         yield Problem("WANDB_MODE", variable, "is not a mode in which one process can write a run", remedy)
-    asked = {"wandb": mode not in (None, "disabled"), "tensorboard": log.tensorboard}
-    for package, off in (("wandb", "disabled"), ("tensorboard", "false")):
+    asked = {"wandb": mode not in (None, "disabled"), "tensorboard": log.tensorboard, "trackio": log.trackio}
+    for package, off in (("wandb", "disabled"), ("tensorboard", "false"), ("trackio", "false")):
         if asked[package] and not is_installed(package):
             rule, remedy = f"the package {package} is not installed", f"pip install {package}, or log.{package}={off}"
             yield Problem(f"log.{package}", NO_VALUE, rule, remedy, here=True)
