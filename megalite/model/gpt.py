@@ -57,6 +57,10 @@ def compile_options(tp: TensorGroup | None, *, async_tp: bool) -> dict[str, Any]
     return OVERLAPPED | ({"_micro_pipeline_tp": True} if async_tp else {})
 
 
+def unseen(part: str, x: Tensor) -> None:
+    """Nobody looks at what a part has computed."""
+
+
 class GPT(nn.Module):
     """One stage of the model, by default all of it. `config` is resolved.
 
@@ -118,6 +122,7 @@ class GPT(nn.Module):
             frequencies = rotary_frequencies(model).to(device, statistics_dtype(dtype))
             self.register_buffer("frequencies", frequencies, persistent=False)
         self.before_use: Callable[[str], None] = lambda part: None  # called before parameters of a part are read
+        self.after_part: Callable[[str, Tensor], None] = unseen  # called with what a part of forward has computed
         for block in self._blocks() if self.compiled else ():
             block.compile_parts(compile_options(tp, async_tp=bool(config.parallel.async_tp)))
 
@@ -158,6 +163,7 @@ class GPT(nn.Module):
         if self.has_loss:
             self.before_use("final_norm")
             x = self.final_norm(x)
+            self.after_part("final_norm", x)
         return x
 
     def loss(self, batch: Batch, scale: Tensor, received: Tensor | None = None) -> Tensor:
@@ -207,7 +213,9 @@ class GPT(nn.Module):
         self.before_use("embedding")
         x: Tensor = self.embedding(batch.tokens, batch.positions)
         key, dropout = keys.get(("embedding",)), self.config.embedding_dropout
-        return hash_dropout(x, dropout, key) if key is not None and dropout else x
+        x = hash_dropout(x, dropout, key) if key is not None and dropout else x
+        self.after_part("embedding", x)
+        return x
 
     def _dropout_keys(self, batch: Batch) -> dict[Stream, DropoutKey]:
         """Dropout keys of this microbatch by stream; streams with probability 0 have none."""
@@ -250,6 +258,7 @@ class GPT(nn.Module):
                 x = checkpoint(block, x, inputs, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, inputs)
+            self.after_part(f"blocks.{name}", x)
         if shared.routing and self.training and torch.is_grad_enabled():
             self._own_metrics += torch.stack(shared.routing)
         return x

@@ -41,6 +41,7 @@ from megalite.train.build import MICRO, Training, data_share
 from megalite.train.evaluate import ValidationMetrics, evaluate, sample
 from megalite.train.history import PIPELINE, Record, RunLog, StatusFile, StepPart
 from megalite.train.metrics import Meter
+from megalite.train.origin import find_origin
 from megalite.train.saving import Progress, Saver, TrainingStoppedError, check_replicas, roll_back
 from megalite.train.step import PendingMetrics, TrainStep
 
@@ -263,10 +264,13 @@ def account(job: Job, data: StepBatches, pending: PendingMetrics | None) -> None
         job.meter.add(metrics, data)
         if metrics.skipped:
             spike = isfinite(metrics.loss) and isfinite(metrics.grad_norm)
-            scale, progress.bad_steps = metrics.loss_scale, progress.bad_steps + 1
+            scale, progress.bad_steps, before = metrics.loss_scale, progress.bad_steps + 1, progress.bad_steps_in_a_row
             progress.bad_steps_in_a_row += spike or scale is None or scale <= job.config.optimizer.min_loss_scale
-            kind = "spike" if spike else "skipped"
-            job.log.event(kind, step, loss=metrics.loss, grad_norm=metrics.grad_norm, loss_scale=scale)
+            kind, found = "spike" if spike else "skipped", dict[str, Any]()
+            if not spike and progress.bad_steps_in_a_row == 1 > before:  # the first, and no search for a loss scale
+                found = find_origin(job, data, metrics.batch_tokens, scale)
+                job.training.clock.restart()
+            job.log.event(kind, step, loss=metrics.loss, grad_norm=metrics.grad_norm, loss_scale=scale, **found)
         else:
             progress.bad_steps_in_a_row, progress.last_applied = 0, step
             progress.tokens += metrics.batch_tokens
