@@ -158,6 +158,7 @@ class GPT(nn.Module):
         assert (received is None) == self.embeds, "a stage takes tokens or what the stage before sent"
         keys = self._dropout_keys(batch)
         x = self._embed(batch, keys) if received is None else received
+        self.after_part("embedding" if received is None else "received", x)
         if self.blocks:
             x = self._run_blocks(x, batch, keys, scale)
         if self.has_loss:
@@ -178,7 +179,7 @@ class GPT(nn.Module):
             return hidden
         head = self._head()  # only now: it waits for the all-gather of its weight
         extras = (self.label_smoothing, self.z_loss) if self.training else (0.0, 0.0)
-        return linear_cross_entropy(
+        loss = linear_cross_entropy(
             hidden.flatten(0, 1),  # [s * b, h] or [s/t * b, h]
             head.weight,
             batch.labels.t().flatten(),
@@ -190,6 +191,8 @@ class GPT(nn.Module):
             sequence_parallel=self.place.sequence is not None,
             compile=self.compiled,
         )
+        self.after_part("loss", loss)
+        return loss
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Logits of final hidden states, alike on the ranks of tp: [..., h] -> [..., vocab_size]."""
@@ -213,9 +216,7 @@ class GPT(nn.Module):
         self.before_use("embedding")
         x: Tensor = self.embedding(batch.tokens, batch.positions)
         key, dropout = keys.get(("embedding",)), self.config.embedding_dropout
-        x = hash_dropout(x, dropout, key) if key is not None and dropout else x
-        self.after_part("embedding", x)
-        return x
+        return hash_dropout(x, dropout, key) if key is not None and dropout else x
 
     def _dropout_keys(self, batch: Batch) -> dict[Stream, DropoutKey]:
         """Dropout keys of this microbatch by stream; streams with probability 0 have none."""

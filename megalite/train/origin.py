@@ -38,7 +38,8 @@ def find_origin(job: "Job", data: StepBatches, tokens: int, loss_scale: float | 
     def note(part: str, x: Tensor) -> None:
         at = training.executor.at
         assert isinstance(at, Action)
-        outputs[part, at.microbatch] = torch.isfinite(x).all()
+        if part in parts:
+            outputs[part, at.microbatch] = torch.isfinite(x).all()
 
     own.start_step()
     share = torch.full((), (loss_scale or 1.0) / tokens, dtype=own.master_dtype, device=own.device)
