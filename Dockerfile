@@ -15,13 +15,13 @@ RUN apt-get update \
 # The exact versions of requirements.txt, before the code: a change of the code installs nothing again. The index has
 # torch's CPU builds; without it pip takes the CUDA build, which is several gigabytes.
 WORKDIR /megalite
-COPY pyproject.toml README.md requirements.txt requirements-wandb.txt requirements-tensorboard.txt ./
+COPY pyproject.toml README.md requirements.txt requirements-wandb.txt requirements-tensorboard.txt requirements-s3.txt ./
 COPY scripts/setup.sh scripts/
 # The package's metadata asks for its version and for a folder conf.
 COPY megalite/__init__.py megalite/
 ARG PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu
 ARG PIP_NO_CACHE_DIR=1
-RUN mkdir conf && bash -c '. scripts/setup.sh requirements.txt requirements-wandb.txt requirements-tensorboard.txt'
+RUN mkdir conf && bash -c '. scripts/setup.sh requirements.txt requirements-wandb.txt requirements-tensorboard.txt requirements-s3.txt'
 COPY . .
 RUN .venv/bin/python -m pip install --quiet --no-deps --editable .
 

@@ -45,7 +45,7 @@ install_latest() {
     # --all-releases: Hydra, OmegaConf and torch change under us most, so their pre-releases are tried, too
     $install "pip>=26" &&
         $install --upgrade-strategy eager --all-releases hydra-core,omegaconf,torch \
-            --editable ".[wandb,tensorboard,test]" &&
+            --editable ".[wandb,tensorboard,s3,test]" &&
         .venv-latest/bin/python -m pip freeze --exclude-editable
 }
 

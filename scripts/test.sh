@@ -11,6 +11,6 @@ if [ "${1:-}" = --latest ]; then
     . scripts/setup.sh --latest
 else
     environment=.venv
-    . scripts/setup.sh requirements.txt requirements-wandb.txt requirements-tensorboard.txt requirements-test.txt
+    . scripts/setup.sh requirements.txt requirements-wandb.txt requirements-tensorboard.txt requirements-s3.txt requirements-test.txt
 fi
 exec "$environment/bin/python" -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder "$@"

@@ -2,11 +2,13 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
 
 from megalite.launch.process import end_compile_workers
+from tests.object_store.server import ObjectStore, running
 
 # Set before anything imports torch or a Hugging Face library: they read these once.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -75,6 +77,15 @@ def triton_device(request: pytest.FixtureRequest) -> str:
         pytest.skip("needs TRITON_INTERPRET=1 and triton")
     pytest.importorskip("triton")
     return "cpu"
+
+
+@pytest.fixture(scope="session")
+def object_store() -> Iterator[ObjectStore]:
+    """An S3 server that runs here, with a proxy that fails when asked to; the environment tells fsspec where it is."""
+    with running() as store, pytest.MonkeyPatch.context() as patch:
+        for name, value in store.environment.items():
+            patch.setenv(name, value)
+        yield store
 
 
 def _has_gpu() -> bool:

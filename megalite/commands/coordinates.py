@@ -3,6 +3,7 @@
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import gcd, inf, isfinite, isnan, nan
 from typing import TYPE_CHECKING
@@ -11,8 +12,10 @@ import numpy as np
 
 from megalite.commands.command import COUNT, PICTURE, Shown, command, option
 from megalite.config.compose import load_config, names_of
+from megalite.config.numbers import whole_number
 from megalite.config.schema import Config
 from megalite.config.settings import value_of, yaml_value
+from megalite.config.step_plan import HORIZONS
 from megalite.errors.problems import Problem, UserError, refuse, several, to_stderr
 from megalite.observe.terminal import curve
 from megalite.optim.groups import with_known_groups
@@ -23,7 +26,7 @@ if TYPE_CHECKING:
     from megalite.verify.coordinates import Measured
 
 WIDTH, BASE, LAYERS = "model.hidden_size", "model.mup_base_width", "model.mup_base_layers"
-WIDTHS, MOST_WIDTHS = "64,128,256,512", 16
+WIDTHS, MOST_WIDTHS, WIDEST = "64,128,256,512", 16, 10**7
 FLAT = 0.2  # the largest power that is called flat
 GROWING = tuple(
     f"model.{name}" for name in ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size", "moe.ffn_hidden_size")
@@ -70,11 +73,13 @@ def _tell(way: str, width: int) -> None:
 def _widths(text: str) -> list[int]:
     """The widths, ascending."""
     parts = text.split(",")
-    widths = sorted({int(part) for part in parts if part.isdecimal() and 0 < len(part) < 8 and int(part)})
-    if not 2 <= len(widths) == len(parts) <= MOST_WIDTHS:
+    widths = set[int]()
+    with suppress(ValueError):
+        widths = {whole_number(part) for part in parts}
+    if not 2 <= len(widths) == len(parts) <= MOST_WIDTHS or min(widths) < 1 or max(widths) > WIDEST:
         rule = f"must be 2 to {MOST_WIDTHS} different widths with commas between them"
         raise UserError(Problem("--widths", text, rule, f"--widths {WIDTHS}"))
-    return widths
+    return sorted(widths)
 
 
 def _plan(widths: Sequence[int], steps: int, overrides: Sequence[str], *, scaled: bool) -> dict[int, Config]:
@@ -104,7 +109,7 @@ def _plan(widths: Sequence[int], steps: int, overrides: Sequence[str], *, scaled
             continue
         sizes = {name: size * width // shape.hidden_size for name, size in growing.items()}
         sizes |= {WIDTH: width, BASE: base, LAYERS: layers, "train.steps": steps}
-        kept = [word for word in overrides if names_of([word]).isdisjoint(sizes)]
+        kept = [word for word in overrides if names_of([word]).isdisjoint({*sizes, *HORIZONS})]
         words = [*kept, *usual, *(f"{name}={yaml_value(value)}" for name, value in sizes.items())]
         plan[width] = with_known_groups(load_config(words, 1))
     refuse(problems)

@@ -90,6 +90,7 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
     from megalite.observe.alerts import send_stall
     from megalite.observe.terminal import Terminal
     from megalite.plan.gpu_memory import fit_micro_batch
+    from megalite.plan.horizon import with_steps
     from megalite.prepare.prepare import examine, prepare
     from megalite.train.run import Companions, run
 
@@ -99,6 +100,7 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
         prepare=lambda config: prepare(config, terminal.preparing),
         read_weights=import_model,
         fit=fit_micro_batch,
+        with_steps=with_steps,
         look_at_nodes=lambda context, folder: table(preflight(context, folder)),
         say=terminal.print,
         alert=lambda job, message: send_stall(job.config, job.begun_step, message),

@@ -25,7 +25,8 @@ ONE_MISTAKE = [
     ("model=gtp2", ["unknown choice", "model=gpt2 is the nearest", "llama3_8b"]),
     # types
     ("train.steps=abc", ["train.steps='abc'", "a whole number", "train.steps=200"]),
-    ("train.steps=1e3", ["train.steps=1000.0", "a whole number", "train.steps=200"]),
+    ("train.steps=1.5", ["train.steps=1.5", "a whole number", "train.steps=200"]),
+    ("train.steps=2X", ["train.steps='2X'", "a whole number", "train.steps=200"]),
     ("train.steps=???", ["train.steps", "Missing mandatory value", "train.steps=200"]),
     ("optimizer.betas=0.9", ["a list of numbers", "optimizer.betas=[0.9,0.95]"]),
     ("train.steps=${nope}", ["${nope}", "not found"]),
@@ -82,7 +83,7 @@ ACCEPTED = [
     ("model=gpt2", "model.num_layers=2"),
     ("model={num_layers: 2, norm: layernorm}",),
     ("++train.steps=5", "+train.steps=6", "+model=gpt2"),
-    ("train.eval_interval=${train.steps}",),
+    ("train.steps=9", "train.eval_interval=${train.steps}"),
     ("model.bias=yes",),
     ("+experiment=shakespeare_char", "data.path=a"),
     ("checkpoint={async: true, keep: 3}",),

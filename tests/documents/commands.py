@@ -128,7 +128,7 @@ def copy_repository(folder: Path, python: str) -> None:
     (programs / "activate").write_text('PATH="$PWD/.venv/bin:$PATH"\n')
     for files in (
         "requirements.txt",
-        "requirements.txt " + " ".join(f"requirements-{name}.txt" for name in ("wandb", "tensorboard", "test")),
+        "requirements.txt " + " ".join(f"requirements-{name}.txt" for name in ("wandb", "tensorboard", "s3", "test")),
     ):  # as setup.sh leaves it when it is done
         stamp = f"touch .venv/.installed-$(cat {files} pyproject.toml | cksum | tr ' ' '-')"
         subprocess.run(["bash", "-c", stamp], cwd=folder, check=True)
