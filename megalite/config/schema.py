@@ -163,6 +163,9 @@ class TrainConfig:
     seq_length: int = setting(256, "tokens per sequence", at_least=1)
     log_interval: int = setting(1, "steps between two lines of metrics.jsonl and of the terminal", at_least=1)
     eval_interval: int = setting(100, "steps between evaluations; 0: none", at_least=0)
+    eval_interval_tokens: int | None = setting(
+        None, "evaluate after a step by which the run passes a multiple of so many tokens", at_least=1, at_most=10**18
+    )
     eval_batches: int = setting(8, "global batches of one evaluation, always the same", at_least=1, at_most=MOST)
     label_smoothing: float = setting(0.0, "share of each label spread over the vocabulary", at_least=0, below=1)
     z_loss: float = setting(0.0, "coefficient of the squared log of the softmax's denominator in the loss", at_least=0)
@@ -267,8 +270,10 @@ class LearningRateConfig:
 
     schedule: str = setting("cosine", "shape after the warm-up", choices="constant|linear|cosine|wsd|table")
     warmup_steps: int = setting(None, "steps of linear warm-up; null: min(100, train.steps / 10)", at_least=0)
+    warmup_tokens: int | None = setting(None, "tokens of the warm-up, in place of steps", at_least=0, at_most=10**18)
     min_lr: float = setting(None, "learning rate at the last step; null: a tenth of optimizer.lr", at_least=0)
     decay_steps: int = setting(None, "wsd: steps of the final decay; null: a fifth of train.steps", at_least=0)
+    decay_tokens: int | None = setting(None, "wsd: tokens of that decay, in place of steps", at_least=0, at_most=10**18)
     table: list[list[float]] = setting([], "table: [share of the steps, factor of optimizer.lr] each, warm-up included")
 
 
@@ -296,6 +301,9 @@ class CheckpointConfig:
     """When training state is written, and what a run starts from."""
 
     interval: int = setting(100, "steps between checkpoints; 0: only at the end or when stopped", at_least=0)
+    interval_tokens: int | None = setting(
+        None, "save after a step by which the run passes a multiple of so many tokens", at_least=1, at_most=10**18
+    )
     keep: int = setting(2, "newest checkpoints that are kept, and the newest known to be good", at_least=1)
     asynchronous: bool = setting(None, "true: steps wait only for a copy to host memory; null: on CUDA", name="async")
     init_from: str | None = setting(None, "folder of a transformers model to start from (docs/huggingface.md)")

@@ -9,7 +9,7 @@ from megalite.config.compose import load_config
 from megalite.config.derive import NAME, default_run_name, derive
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, value_of, with_values
-from megalite.config.step_plan import HORIZONS
+from megalite.config.step_plan import HORIZONS, IN_TOKENS
 from megalite.errors.problems import UserError
 
 OPEN = {  # what the data or the machine decides, or what has no meaning in the default config
@@ -20,7 +20,7 @@ OPEN = {  # what the data or the machine decides, or what has no meaning in the 
     *(f"optimizer.muon.{name}" for name in ("lr", "weight_decay", "steps", "dtype")),
     *("checkpoint.init_from", "launch.status_file"),
     *(f"train.{name}" for name in ("compile", "cuda_graph", "recompute_layers", "sample_prompts", "batch_ramp")),
-    *("train.skip_spikes", "train.rollback_after", *HORIZONS[1:]),
+    *("train.skip_spikes", "train.rollback_after", *HORIZONS[1:], *IN_TOKENS.values()),
     *("train.max_minutes", "train.fp8"),
     *(f"log.{name}" for name in ("wandb", "wandb_entity", "wandb_name", "alert_command", "metrics_port")),
     *(f"parallel.{name}" for name in ("async_tp", "nccl_options", "cp_alltoall", "microbatch_group_size")),
