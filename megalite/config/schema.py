@@ -318,7 +318,14 @@ class LogConfig:
     wandb_entity: str | None = setting(None, "user or team that the project belongs to; null: the key's own")
     wandb_name: str | None = setting(None, "name of the run there; null: run_name")
     tensorboard: bool = setting(False, "event files for TensorBoard in the run folder's tensorboard/")
+    trackio: bool = setting(False, "on this machine for trackio, or where its own variables say")
+    trackio_project: str = setting("megalite", "project that the run appears in there")
     update_sizes: bool = setting(False, "sizes of updates and weights by layer and group in each line of metrics.jsonl")
+    alert_command: str | None = setting(None, "shell command that hears what should wake somebody (docs/logging.md)")
+    alert_minutes: float = setting(10.0, "least minutes between two alerts of one kind", at_least=0)
+    metrics_port: int | None = setting(
+        None, "port of localhost where Prometheus reads the newest numbers; 0: a free one", at_least=0, at_most=65535
+    )
     report_interval_s: float = setting(30.0, "least seconds between two report.html; 0: only at the end", at_least=0)
 
 

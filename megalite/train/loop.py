@@ -41,12 +41,14 @@ from megalite.train.build import MICRO, Training, data_share
 from megalite.train.evaluate import ValidationMetrics, evaluate, sample
 from megalite.train.history import PIPELINE, Record, RunLog, StatusFile, StepPart
 from megalite.train.metrics import Meter
+from megalite.train.origin import find_origin
+from megalite.train.ranges import named_ranges
 from megalite.train.saving import Progress, Saver, TrainingStoppedError, check_replicas, roll_back
 from megalite.train.step import PendingMetrics, TrainStep
 
 # The host runs ahead of an accelerator, whose metrics are read one step late. A CPU's are there at once.
 LATENESS = {"cpu": 0, "cuda": 1}
-PROFILES, ROWS = "profile", 30  # the folder in a run's, and rows of its tables
+PROFILES, ROWS = "profile", 60  # the folder in a run's, and rows of its tables
 Phase = Literal["start-up", "training", "in a save", "in a rollback"]  # of a rank
 # Times the time-out: tokens may take a day.
 PATIENCE: dict[Phase, float] = {"start-up": inf, "in a save": SAVES, "in a rollback": SAVES}
@@ -269,10 +271,13 @@ def account(job: Job, data: StepBatches, pending: PendingMetrics | None) -> None
         job.meter.add(metrics, data)
         if metrics.skipped:
             spike = isfinite(metrics.loss) and isfinite(metrics.grad_norm)
-            scale, progress.bad_steps = metrics.loss_scale, progress.bad_steps + 1
+            scale, progress.bad_steps, before = metrics.loss_scale, progress.bad_steps + 1, progress.bad_steps_in_a_row
             progress.bad_steps_in_a_row += spike or scale is None or scale <= job.config.optimizer.min_loss_scale
-            kind = "spike" if spike else "skipped"
-            job.log.event(kind, step, loss=metrics.loss, grad_norm=metrics.grad_norm, loss_scale=scale)
+            kind, found = "spike" if spike else "skipped", dict[str, Any]()
+            if not spike and progress.bad_steps_in_a_row == 1 > before:  # the first, and no search for a loss scale
+                found = find_origin(job, data, metrics.batch_tokens, scale)
+                job.training.clock.restart()
+            job.log.event(kind, step, loss=metrics.loss, grad_norm=metrics.grad_norm, loss_scale=scale, **found)
         else:
             progress.bad_steps_in_a_row, progress.last_applied = 0, step
             progress.tokens += metrics.batch_tokens
@@ -342,7 +347,7 @@ def profiled_step(job: Job, step: int) -> Iterator[None]:
     table of the costliest operations, or a warning."""
     clock, cuda, label = job.training.clock, job.context.device.type == "cuda", ExitStack()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    thread, listener_before = threading.get_ident(), clock.listener
+    chunks, thread, listener_before = job.training.chunks, threading.get_ident(), clock.listener
 
     def begin(part: StepPart) -> None:
         """The part that was open ends. Another thread's view of it (autograd's) is not the step's."""
@@ -350,7 +355,7 @@ def profiled_step(job: Job, step: int) -> Iterator[None]:
             label.close()
             label.enter_context(record_function(f"part: {part}"))
 
-    with profile(activities=activities) as record, record_function("train step"), label:
+    with profile(activities=activities) as record, record_function("train step"), label, named_ranges(chunks):
         clock.listener = begin
         clock.restart()
         try:
