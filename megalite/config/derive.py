@@ -20,7 +20,7 @@ from megalite.config.layout import dense_ranks
 from megalite.config.schedule_request import CHUNKED, SPLITTING, ScheduleRequest
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from megalite.config.settings import OPEN, SETTINGS, value_of, with_values
-from megalite.config.step_plan import batch_sizes, known_steps
+from megalite.config.step_plan import batch_sizes, known_steps, warmup_and_decay
 from megalite.errors.problems import plain
 
 USUAL = 8  # sequences of a microbatch, at most, where no memory is measured
@@ -44,7 +44,8 @@ TRAINING = {
 # Settings of later versions, whose defaults leave the names of older runs as they are.
 LATER_ONES = (
     *("optimizer.name", "optimizer.groups", "optimizer.ema_", "optimizer.muon.", "optimizer.qk_clip"),
-    *("model.mup_base_", "optimizer.weight_decay_schedule", "optimizer.cautious", "lr.table", "lr.steps", "phases"),
+    *("model.mup_base_", "optimizer.weight_decay_schedule", "optimizer.cautious", "phases"),
+    *("lr.table", "lr.steps", "lr.warmup_tokens", "lr.decay_tokens"),
 )
 LATER = {name for name in SETTINGS if name.startswith(LATER_ONES)}
 
@@ -69,10 +70,11 @@ def derive(config: Config, world_size: int = 1) -> Config:
 
 def derive_lengths(config: Config, steps: int) -> Config:
     """A copy of a derived config with this number of steps, and what follows from it."""
-    decay = (steps if "lr.steps" in config.derived else config.lr.steps) // 5
-    values = {"lr.warmup_steps": min(100, steps // 10), "lr.decay_steps": decay, "lr.steps": steps}
-    follow = {name: value for name, value in values.items() if name in config.derived}
-    return with_values(config, {"train.steps": steps} | follow)
+    warmup, decay = warmup_and_decay(config, steps)
+    span = steps if "lr.steps" in config.derived else config.lr.steps
+    warmup, decay = (min(100, steps // 10) if warmup is None else warmup), (span // 5 if decay is None else decay)
+    values = {"train.steps": steps, "lr.steps": span, "lr.warmup_steps": warmup, "lr.decay_steps": decay}
+    return with_values(config, values)
 
 
 def derive_sizes(config: Config) -> Config:

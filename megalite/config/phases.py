@@ -66,7 +66,7 @@ def same_model(one: Config, other: Config) -> bool:
 
 def may_change(name: str) -> bool:
     """Whether a phase may set it."""
-    return name.startswith(MAY_CHANGE)
+    return name.startswith(MAY_CHANGE) and name not in ("lr.warmup_tokens", "lr.decay_tokens")
 
 
 def ends_of(config: Config) -> list[int]:

@@ -11,7 +11,7 @@ The kinds, and what else they tell:
 
     start, resume                how and where the run was started: command, versions, layout, hosts
     phase                        epochs of its sources by name so far, and a message that says what changes
-    skipped                      a step whose loss or gradient was not finite
+    skipped                      a step whose loss or gradient was not finite; arose_in, ranks (origin.py)
     spike                        a step that train.skip_spikes did not apply
     rolled_back                  checkpoint: its step; message: which steps and samples are passed over
     skipped_on_request           a step of train.skip_steps
