@@ -112,7 +112,28 @@ def trackers_can_be_used(config: Config) -> Iterator[Problem]:
         yield Problem("log.wandb_project", log.wandb_project, rule, "log.wandb_project=megalite")
 
 
+def store_can_be_used(config: Config) -> Iterator[Problem]:
+    """Whether it answers, rank 0 asks it at the start (checkpoint/remote.py)."""
+    name, url = "checkpoint.remote", config.checkpoint.remote
+    if url is None:
+        return
+    from fsspec.registry import available_protocols, known_implementations  # type: ignore[import-untyped]  # 0.2 s
+
+    protocol, mark, place = url.partition("://")
+    if not mark or not place.strip("/") or protocol not in (known := available_protocols()):
+        rule = f"is not PROTOCOL://PLACE with a protocol of fsspec, which knows {', '.join(known)}"
+        yield Problem(name, url, rule, f"{name}=s3://BUCKET/runs/mine, or gs://, az://, hf://, file:///mnt/disk/mine")
+    elif re.match(r"[^/@]*:[^/@]*@", place):
+        rule = "names a password, and settings are recorded and uploaded"
+        yield Problem(
+            name, "", rule, f"{name}={protocol}://PLACE, with credentials in variables or fsspec's config files"
+        )
+    elif not is_installed(package := known_implementations[protocol]["class"].partition(".")[0]):
+        rule, remedy = f"the package {package} is not installed", f"pip install {package}, or {name}=null"
+        yield Problem(name, url, rule, remedy, here=True)
+
+
 MACHINE_RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     *(torch_is_new_enough, tokenizer_exists, places_can_be_used),
-    *(data_is_not_written_over, status_file_is_free, trackers_can_be_used),
+    *(data_is_not_written_over, status_file_is_free, trackers_can_be_used, store_can_be_used),
 )

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 import torch
 
 from megalite.checkpoint.reading import newest
+from megalite.checkpoint.remote import open_remote
 from megalite.checkpoint.run_folder import RunFolder, keep_tokenizer, require_room
+from megalite.checkpoint.uploads import PATIENCE_S, SHORT_S
 from megalite.config.files import private_files
 from megalite.config.layout import exchange_of
 from megalite.config.schema import Config
@@ -77,6 +79,7 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
             if config.launch.preflight:
                 for line in companions.look_at_nodes(context, run_dir):
                     job.log.note(f"preflight: {line}")
+            job.remote = open_remote(config.checkpoint.remote, context)
             job.data = open_training_data(config, context, environment, companions.prepare)
             with private_files():
                 set_up(job, companions)
@@ -132,7 +135,8 @@ def set_up(job: Job, companions: Companions) -> None:
     vocabulary = {"model.vocab_size": data.train.vocab_size}
     config = job.config = derive_device(with_values(job.config, vocabulary), context, companions.fit)
     job.prompts = all_ranks_or_raise(context, lambda: prompts_of(config, data))
-    folder = job.folder = RunFolder(Path(config.run_dir), context, config.resume, as_plain(config), data.fingerprint)
+    path, plain = Path(config.run_dir), as_plain(config)
+    folder = job.folder = RunFolder(path, context, config.resume, plain, data.fingerprint, job.remote)
     try:
         notes = [*config.told, *folder.changes, slow_precision(context.dtype, context.device)]
         notes += [*lines_of_scaling(config.model), *lines_of_groups(config)]
@@ -143,7 +147,7 @@ def set_up(job: Job, companions: Companions) -> None:
         for line in filter(None, notes):
             log.note(line)
         job.training = build_training(config, context, log.note)
-        if (found := newest(folder.checkpoints, context, log.note)) is not None:
+        if (found := newest(folder.checkpoints, context, log.note, remote=job.remote)) is not None:
             restore(job, found)
         else:
             read = companions.read_weights
@@ -187,6 +191,8 @@ def record_end(job: Job) -> int:
     by = job.stop.requested or "a signal to another rank" if job.stopping and not job.complete else None
     kind, status = "stopped" if by else "finished", int(saved_step != step)
     job.status.write("failed" if status else kind, by=by)
+    left = job.saver.end_uploads(SHORT_S if job.stopping else PATIENCE_S)
+    words += [left] if left else []
     job.log.event(kind, step, status=status, **({"by": by} if by else {}), **job.meter.medians())
     if status:
         kept = "there is no checkpoint" if saved_step is None else f"the newest is of step {saved_step}"
