@@ -28,7 +28,7 @@ from megalite.launch.context import ParallelContext
 
 PAUSES_S = (1, 2, 4, 8, 16, 30)  # between tries; the last one stays
 LOOK_S = 1.0  # between two looks at what other ranks have done
-STANDSTILL_S = 120.0  # of other ranks: then a newer checkpoint is begun
+STANDSTILL_S = 120.0  # of other ranks: then that has failed
 PATIENCE_S, SHORT_S = 300.0, 15.0  # for the last upload of a run that is finished, or was stopped
 RECORDS = ("config.yaml", "metrics.jsonl", "events.jsonl", f"{TOKENIZER}/*")
 OVER = "over"  # in place of a step
@@ -70,12 +70,12 @@ class Uploads:
             kind, step, fields = self._told.popleft()
             tell(kind, step, **fields)
 
-    def end(self, patience_s: float, hurried: Callable[[], object], note: Callable[[str], object], tell: Tell) -> str:
+    def end(self, hurried: Callable[[], object], note: Callable[[str], object], tell: Tell) -> str:
         """Wait for the newest upload, SHORT_S at most from when somebody is in a hurry; what is not uploaded then."""
-        begun, soon, said = time.monotonic(), inf, False
+        begun, soon, said, patience_s = time.monotonic(), inf, False, SHORT_S if hurried() else PATIENCE_S
         while self._left() and (now := time.monotonic()) < min(begun + patience_s, soon):
             soon = min(soon, now + SHORT_S) if hurried() else soon
-            if not said and now > begun + LOOK_S:
+            if not said and now > begun + LOOK_S and self._rank == 0:
                 said = True
                 note(f"waiting for the upload of step {self._left()}, for {patience_s:.0f} s at most")
             time.sleep(0.02)
@@ -213,9 +213,8 @@ class Uploads:
             if len(missing) < most:
                 most, since = len(missing), time.monotonic()
             lost = [name for name in missing if done.pop(name, None) is not None]
-            stuck = self._wanted is not None and time.monotonic() > since + STANDSTILL_S
-            if lost or stuck or self._over:
-                raise OSError(f"{missing[0]} is not there")
+            if lost or self._over or time.monotonic() > since + STANDSTILL_S:
+                raise OSError(f"{missing[0]} is not there")  # another rank's log may say why
             self._pause(LOOK_S)
 
     def _retire(self, step: int, good_before: int) -> None:

@@ -18,7 +18,6 @@ import torch
 from megalite.checkpoint.reading import newest
 from megalite.checkpoint.remote import open_remote
 from megalite.checkpoint.run_folder import RunFolder, keep_tokenizer, require_room
-from megalite.checkpoint.uploads import PATIENCE_S, SHORT_S
 from megalite.config.files import private_files
 from megalite.config.layout import exchange_of
 from megalite.config.schema import Config
@@ -191,7 +190,7 @@ def record_end(job: Job) -> int:
     by = job.stop.requested or "a signal to another rank" if job.stopping and not job.complete else None
     kind, status = "stopped" if by else "finished", int(saved_step != step)
     job.status.write("failed" if status else kind, by=by)
-    left = job.saver.end_uploads(SHORT_S if job.stopping else PATIENCE_S)
+    left = job.saver.end_uploads(hasty=job.stopping)
     words += [left] if left else []
     job.log.event(kind, step, status=status, **({"by": by} if by else {}), **job.meter.medians())
     if status:

@@ -29,7 +29,7 @@ from megalite.checkpoint.manifest import Piece, boxes
 from megalite.checkpoint.reading import Found, inspect
 from megalite.checkpoint.run_folder import OF_STATE, RunFolder
 from megalite.checkpoint.store import BackgroundSaves, CheckpointError, Saved, save
-from megalite.checkpoint.uploads import SHORT_S, Uploads
+from megalite.checkpoint.uploads import Uploads
 from megalite.config.files import as_record
 from megalite.config.settings import as_plain, leaves
 from megalite.errors.problems import Problem, UserError, several
@@ -290,12 +290,12 @@ class Saver:
             futures.wait([self._under_way[1]], self._job.config.parallel.timeout_s)
             with suppress(Exception):
                 self.report()
-        self.end_uploads(min(SHORT_S, self._job.config.parallel.timeout_s))
+        self.end_uploads(hasty=True)
 
-    def end_uploads(self, patience_s: float) -> str:
-        """Wait for the upload under way, for less where a stop is asked for; what is not uploaded, in words."""
+    def end_uploads(self, *, hasty: bool) -> str:
+        """Wait for the upload under way, for less where the run does not end by itself; what is not uploaded then."""
         job = self._job
-        return self.uploads.end(patience_s, lambda: job.stop.requested, job.log.note, job.log.event)
+        return self.uploads.end(lambda: hasty or job.stop.requested, job.log.note, job.log.event)
 
     def advise(self) -> str:
         """`advice` once no save is under way; collective."""
