@@ -3,6 +3,7 @@
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from math import gcd, inf, isfinite, isnan, nan
 from typing import TYPE_CHECKING
@@ -11,6 +12,7 @@ import numpy as np
 
 from megalite.commands.command import COUNT, PICTURE, Shown, command, option
 from megalite.config.compose import load_config, names_of
+from megalite.config.numbers import whole_number
 from megalite.config.schema import Config
 from megalite.config.settings import value_of, yaml_value
 from megalite.errors.problems import Problem, UserError, refuse, several, to_stderr
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
     from megalite.verify.coordinates import Measured
 
 WIDTH, BASE, LAYERS = "model.hidden_size", "model.mup_base_width", "model.mup_base_layers"
-WIDTHS, MOST_WIDTHS = "64,128,256,512", 16
+WIDTHS, MOST_WIDTHS, WIDEST = "64,128,256,512", 16, 10**7
 FLAT = 0.2  # the largest power that is called flat
 GROWING = tuple(
     f"model.{name}" for name in ("num_attention_heads", "num_key_value_heads", "ffn_hidden_size", "moe.ffn_hidden_size")
@@ -70,11 +72,13 @@ def _tell(way: str, width: int) -> None:
 def _widths(text: str) -> list[int]:
     """The widths, ascending."""
     parts = text.split(",")
-    widths = sorted({int(part) for part in parts if part.isdecimal() and 0 < len(part) < 8 and int(part)})
-    if not 2 <= len(widths) == len(parts) <= MOST_WIDTHS:
+    widths = set[int]()
+    with suppress(ValueError):
+        widths = {whole_number(part) for part in parts}
+    if not 2 <= len(widths) == len(parts) <= MOST_WIDTHS or min(widths) < 1 or max(widths) > WIDEST:
         rule = f"must be 2 to {MOST_WIDTHS} different widths with commas between them"
         raise UserError(Problem("--widths", text, rule, f"--widths {WIDTHS}"))
-    return widths
+    return sorted(widths)
 
 
 def _plan(widths: Sequence[int], steps: int, overrides: Sequence[str], *, scaled: bool) -> dict[int, Config]:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from itertools import pairwise
 from typing import Any, NoReturn
 
+from megalite.config.numbers import whole_number
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 
 SHOWING = ("cfg", "info", "shell_completion", "help", "hydra_help", "version")  # flags that ask Hydra to show something
@@ -32,7 +33,7 @@ def number_from(least: float, most: float = MOST, *, above: bool = False, whole:
     def read(text: str) -> int | float:
         value: int | float = math.nan
         with suppress(ValueError):  # no number, or too many digits
-            value = int(text) if whole else float(text)
+            value = whole_number(text) if whole else float(text)
         if not least <= value <= most or (above and value == least):
             words = f"a {'whole number' if whole else 'number'} {'above' if above else 'from'} {least:,} to {most:,}"
             raise argparse.ArgumentTypeError(f"{text:.40} must be {words}")

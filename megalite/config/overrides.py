@@ -28,6 +28,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config.files import read_yaml, refusing
+from megalite.config.numbers import whole_number
 from megalite.config.rule import outside
 from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, Setting, leaves, yaml_value
 from megalite.errors.problems import NO_VALUE, Problem, UserError, shortened
@@ -208,14 +209,14 @@ def of_type(setting: Setting, value: Any) -> Any:
 def _single(kind: Any, value: Any) -> Any:
     if kind is bool and (word := str(value).lower()) in (*YES, *NO):
         return word in YES
-    others: dict[Any, tuple[type, ...]] = {bool: (object,), int: (bool, float), float: (bool,)}
+    others: dict[Any, tuple[type, ...]] = {bool: (object,), int: (bool,), float: (bool,)}
     if typing.get_origin(kind) is list and isinstance(value, list):
         return [_single(typing.get_args(kind)[0], one) for one in value]
     if typing.get_origin(kind) is dict and isinstance(value, dict):
         return {key: float(one) if type(one) is int else one for key, one in value.items()}
     if value is None or isinstance(value, (list, dict, *others.get(kind, ()))) or typing.get_origin(kind):
         raise ValueError(value)
-    return value if kind is Any else kind(value)
+    return value if kind is Any else whole_number(value) if kind is int else kind(value)
 
 
 def takes(setting: Setting, value: Any) -> bool:

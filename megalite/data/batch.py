@@ -32,6 +32,7 @@ class Batch:
     samples: Tensor  # [b], int64: the number of each sequence in the run
     length: int  # s
     plan: AttentionPlan | None = None
+    sources: Tensor | None = None  # [b], int64: which part of a blend each sequence is from; None: no blend
 
     def to(self, device: torch.device) -> "Batch":
         """The same batch on `device`; asynchronous where the source is pinned."""

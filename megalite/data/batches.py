@@ -68,16 +68,17 @@ def read_batch(
     try:
         if apart:  # first: ranks that share sequences must agree on the documents
             documents, positions = map(torch.from_numpy, source.documents(*source.places(indices)))
-        rows, *_ = source.read(indices)  # [b, s + 1]
+        rows, parts, _ = source.read(indices)  # [b, s + 1], [b]
         if config.data.mask_end_of_document and source.end_of_document is not None:
             mask = rows[:, 1:] != source.end_of_document
     except UserError as error:
         if problems is None:
             raise
         problems += [] if problems else error.problems  # the first say enough
-        rows, mask = np.zeros((size, length + 1), dtype=np.int64), np.zeros_like(mask)
+        rows, mask, parts = np.zeros((size, length + 1), dtype=np.int64), np.zeros_like(mask), np.zeros_like(indices)
     tokens, labels = (torch.from_numpy(np.ascontiguousarray(part)) for part in (rows[:, :-1], rows[:, 1:]))
-    return whole_batch(tokens, labels, torch.from_numpy(mask), positions, documents, first)
+    batch = whole_batch(tokens, labels, torch.from_numpy(mask), positions, documents, first)
+    return replace(batch, sources=torch.from_numpy(parts)) if len(source.parts) > 1 else batch
 
 
 def local_batches(

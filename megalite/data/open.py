@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
 
 import numpy as np
 import xxhash
@@ -85,6 +85,18 @@ def note_changed_files(files: Sequence[TokenFile], run_dir: Path, report: Callab
 def paths_of(data: DataConfig) -> list[str]:
     """data.path as a list."""
     return [data.path] if isinstance(data.path, str) else list(data.path)
+
+
+def source_names(data: DataConfig) -> list[str]:
+    """Names of a blend's parts: the last part of each path, and what tells it from others of that name before it. Empty
+    where there is no blend."""
+    names, paths = list[str](), [PurePath(path).parts for path in paths_of(data)] if isinstance(data.path, list) else []
+    for path in paths if len(paths) > 1 else ():
+        tails = [path[-length:] for length in range(1, len(path) + 1)]
+        tail = next((tail for tail in tails if sum(one[-len(tail) :] == tail for one in paths) == 1), path)
+        name = "/".join(tail)
+        names.append(name if name not in names else f"{name} ({len(names) + 1})")  # the same path twice
+    return names
 
 
 def digest(*facts: object) -> str:

@@ -21,6 +21,7 @@ from megalite.config.schema import Config, TrainConfig
 from megalite.context_parallel.attention import whole_sequence
 from megalite.context_parallel.exchange import CpGroups
 from megalite.data.batch import Batch
+from megalite.data.open import source_names
 from megalite.kernels.dropout import DropoutKey, DropoutStreams, Stream, hash_dropout
 from megalite.kernels.embed import main_grad_of
 from megalite.kernels.fp8 import Recipe
@@ -64,7 +65,8 @@ class GPT(nn.Module):
     copy of the word embedding) and loss are here. With `tp` it holds this rank's shard of every layer, and of experts
     those that are its own among `expert_ranks`; with `context` it computes this rank's part of each sequence.
     `router_metrics` [layers of the model with experts, 2 E + 5] (balance.py) are summed up over the microbatches of
-    training until someone sets them to 0; rows of layers on other stages stay 0.
+    training until someone sets them to 0; rows of layers on other stages stay 0. So is `source_sums` [parts of a blend,
+    2]: sums of losses and numbers of unmasked tokens, on the first rank of tp of a stage with the loss.
     """
 
     embedding: Embedding
@@ -107,6 +109,7 @@ class GPT(nn.Module):
         self.router_metrics = torch.zeros(len(model.expert_layers), width, dtype=torch.float64, device=device)
         first = sum(layer < layers.start for layer in model.expert_layers)
         self._own_metrics = self.router_metrics[first:][: len(self.routers)]
+        self.source_sums = torch.zeros(len(source_names(config.data)), 2, dtype=torch.float64, device=device)
         if self.has_loss:
             self.final_norm = build_norm(model, self.place)
             if not model.tie_embeddings:
@@ -183,7 +186,18 @@ class GPT(nn.Module):
             main_grad=main_grad_of(head.weight),
             sequence_parallel=self.place.sequence is not None,
             compile=self.compiled,
+            note=partial(self._add_by_source, batch),
         )
+
+    def _add_by_source(self, batch: Batch, losses: Tensor) -> None:
+        """Count the losses [s * b] of a microbatch of a blend, and its unmasked tokens."""
+        tp = self.place.tp
+        if batch.sources is None or not self.training or (tp is not None and tp.index > 0):  # ranks of tp know the same
+            return
+        sums = losses.view(-1, len(batch.sources)).sum(0, dtype=torch.float64), batch.loss_mask.sum(1)  # [b] each
+        numbers = torch.arange(len(self.source_sums), device=self.device)
+        is_from = batch.sources == numbers[:, None]  # [parts, b]; in one order always, as an index_add_ would not be
+        self.source_sums += torch.where(is_from[..., None], torch.stack(sums, 1), 0.0).sum(1)
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """Logits of final hidden states, alike on the ranks of tp: [..., h] -> [..., vocab_size]."""

@@ -150,6 +150,7 @@ def linear_cross_entropy(
     main_grad: Tensor | None = None,
     sequence_parallel: bool = False,
     compile: bool = False,
+    note: Callable[[Tensor], object] = lambda losses: None,
 ) -> Tensor:
     """scale * sum over unmasked tokens of the `token_loss` of hidden weight^T: a 0-d fp32 (fp64) tensor.
 
@@ -160,13 +161,14 @@ def linear_cross_entropy(
 
     With `main_grad` (fp32 or fp64, like weight) the gradient of the weight is added to it in this very call: right only
     where the returned value itself is the root of backward, with an upstream gradient of one (factors go into `scale`).
+    `note` is given the losses [n] of all tokens, without the scale and 0 where they are masked.
     """
     assert token_loss.group is not None or not sequence_parallel
     n = hidden.shape[0] * (token_loss.size if sequence_parallel else 1)
     assert weight.shape == (token_loss.columns, hidden.shape[1])
     assert labels.shape == loss_mask.shape == (n,)
     chunk = max(1, min(n, chunk_tokens or _default_chunk(weight, token_loss)))
-    sweep = _Sweep(labels, loss_mask, scale, token_loss, chunk, sequence_parallel, compile)
+    sweep = _Sweep(labels, loss_mask, scale, token_loss, chunk, sequence_parallel, compile, note)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(hidden, weight, sweep, main_grad)  # type: ignore[no-any-return]
     return sweep.run(hidden, weight)[0]
@@ -212,6 +214,7 @@ class _Sweep:
     chunk: int
     sequence_parallel: bool
     compile: bool
+    note: Callable[[Tensor], object]
 
     def run(
         self, hidden: Tensor, weight: Tensor, weight_grad: Tensor | None = None, *, wants_hidden: bool = False
@@ -241,7 +244,8 @@ class _Sweep:
                 add_transposed_product(weight_grad, logits, x)
         if group is not None and hidden_grad is not None:
             hidden_grad = finish(hidden_grad)
-        return self.scale.to(dtype) * losses.masked_fill_(~self.loss_mask, 0.0).sum(), hidden_grad
+        self.note(losses.masked_fill_(~self.loss_mask, 0.0))
+        return self.scale.to(dtype) * losses.sum(), hidden_grad
 
     def _losses(self, logits: Tensor, labels: Tensor, upstream: Tensor, *, wants_gradients: bool) -> Tensor:
         """The losses [c] of a chunk; if wanted, gradients in place of the logits [c, columns], by `upstream` [c]."""

@@ -80,9 +80,9 @@ TYPES: dict[str, Any] = {  # of values, by name; all others of a line of metrics
     **dict.fromkeys(("memory_gib", "compute_s"), float | list[float]),
     **dict.fromkeys(("mfu", "mfu_causal", "val_bits_per_byte", "loss_scale"), float | None),  # where it is known
     "versions": dict[str, str],
-    **dict.fromkeys(("time_split", "layer_attention_logit", *UPDATE_SIZES), dict[str, float]),
+    **dict.fromkeys(("time_split", "layer_attention_logit", "source_loss", *UPDATE_SIZES), dict[str, float]),
     "moe": dict[str, float | list[list[int]]],
-    "cuts": dict[str, int],
+    **dict.fromkeys(("cuts", "source_tokens"), dict[str, int]),
     "about": list[list[str]],
     **dict.fromkeys(("layout", "settings"), dict[str, Any]),
 }

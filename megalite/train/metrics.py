@@ -23,6 +23,7 @@ import torch
 
 from megalite.config.schema import Config
 from megalite.data.batches import StepBatches
+from megalite.data.open import source_names
 from megalite.launch.context import ParallelContext
 from megalite.model.flops import flops_per_token, peak_flops
 from megalite.moe.balance import in_numbers
@@ -51,6 +52,7 @@ class StepMetrics:
     routing: torch.Tensor | None = None  # [layers with experts, 2 E + 5] of moe/balance.py, in host memory
     largest_logits: Sequence[float] = ()  # of attention by layer, with optimizer.qk_clip
     squares: torch.Tensor | None = None  # [2, cells] of optim/update_sizes.py, in host memory
+    sources: torch.Tensor | None = None  # [parts of a blend, 2]: sum of losses and tokens, in host memory
     time_split: TimeSplit = field(default_factory=NO_TIME.copy)
 
 
@@ -123,6 +125,7 @@ class Meter:
         self._peak = peak_flops(name, str(context.dtype).removeprefix("torch."))
         self._flops = [flops_per_token(config.model, self._seq_length, causal=causal) for causal in (False, True)]
         self._elements = elements_of(config) if config.log.update_sizes else {}
+        self._names = source_names(config.data)
         self._begin()
 
     def _begin(self) -> None:
@@ -130,6 +133,7 @@ class Meter:
         self._newest: tuple[StepMetrics, int] | None = None  # and its number
         self._steps, self._tokens, self._wait_s, self._cuts = 0, 0, 0.0, Counter[str]()
         self._split, self._routing, self._logits = NO_TIME, torch.zeros(()), list[float]()
+        self._sources = torch.zeros(())
 
     def add(self, metrics: StepMetrics, data: StepBatches) -> None:
         """A step is done."""
@@ -143,6 +147,8 @@ class Meter:
         self._split = {part: self._split[part] + spent for part, spent in metrics.time_split.items()}
         if metrics.routing is not None and not metrics.skipped:
             self._routing = self._routing + metrics.routing
+        if metrics.sources is not None and not metrics.skipped:
+            self._sources = self._sources + metrics.sources
         if not metrics.skipped:  # else they may be no numbers
             self._logits = [*map(max, self._logits or metrics.largest_logits, metrics.largest_logits)]
         self._splits.append(metrics.time_split)
@@ -175,6 +181,10 @@ class Meter:
         line |= {} if metrics.loss_scale is None else {"loss_scale": metrics.loss_scale}
         line |= {"cuts": dict(self._cuts)} if self._cuts else {}
         line |= {"moe": in_numbers(self._routing)} if self._routing.ndim else {}
+        if self._sources.ndim:
+            sums = dict(zip(self._names, self._sources.tolist(), strict=True))
+            line["source_loss"] = {name: loss / tokens for name, (loss, tokens) in sums.items() if tokens}
+            line["source_tokens"] = {name: int(tokens) for name, (_, tokens) in sums.items()}
         if self._logits:
             of_layers = {str(layer): logit for layer, logit in enumerate(self._logits)}
             line |= {"max_attention_logit": max(self._logits), "layer_attention_logit": of_layers}

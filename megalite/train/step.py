@@ -35,19 +35,18 @@ class PendingMetrics:
         numbers: Sequence[Tensor],
         routing: Tensor,
         squares: Tensor,
+        sources: Tensor,
         lap: Callable[[], TimeSplit],
         *,
         fp16: bool,
     ) -> None:
-        """`numbers`: the first fields of StepMetrics, then its `largest_logits`, 0-d fp64 each. `routing`, `squares`:
-        its fields, on the device, maybe empty. `lap`: this rank's times, to be read once, after them."""
+        """`numbers`: the first fields of StepMetrics, then its `largest_logits`, 0-d fp64 each. `routing`, `squares`,
+        `sources`: its fields, on the device, maybe empty. `lap`: this rank's times, to be read once, after them."""
         self._lap, self._fp16 = lap, fp16
-        parts = torch.stack(list(numbers)), routing, squares
+        parts = torch.stack(list(numbers)), routing, squares, sources
         on_device = torch.cat([part.flatten() for part in parts])
         on_host = on_device.to("cpu", non_blocking=True).split([part.numel() for part in parts])  # into pinned memory
-        self._numbers, self._routing, self._squares = (
-            flat.view(part.shape) for flat, part in zip(on_host, parts, strict=True)
-        )
+        self._numbers, *self._tables = (flat.view(part.shape) for flat, part in zip(on_host, parts, strict=True))
         self._done = torch.cuda.current_stream().record_event() if on_device.is_cuda else None
 
     def read(self) -> StepMetrics:
@@ -56,10 +55,10 @@ class PendingMetrics:
             self._done.synchronize()
         loss, grad_norm, tokens, *others = self._numbers.tolist()
         (skipped, stop, refused), (lr, scale, *logits) = (flag > 0 for flag in others[:3]), others[3:]
-        routing, squares = (kept if kept.numel() else None for kept in (self._routing, self._squares))
+        routing, squares, sources = (kept if kept.numel() else None for kept in self._tables)
         scale = scale if self._fp16 else None
         numbers = loss, grad_norm, int(tokens), skipped, stop, refused, lr, scale
-        return StepMetrics(*numbers, routing, logits, squares, self._lap())
+        return StepMetrics(*numbers, routing, logits, squares, sources, self._lap())
 
 
 class TrainStep:
@@ -76,6 +75,7 @@ class TrainStep:
         self._adds_loss = training.chunks[-1].has_loss and context.index("tp") == 0  # ranks of tp compute the same
         self._zero = torch.zeros((), dtype=torch.float64, device=training.buffers.device)
         self._lr = torch.zeros_like(self._zero)
+        self._sources = training.chunks[-1].source_sums
         self._routers = Routers(training.chunks)
         self._qk_clip = QkClip(training.buffers, training.chunks, settings.qk_clip, self._world)
         self.updates = False  # whether an update of parameters has ever begun
@@ -104,6 +104,7 @@ class TrainStep:
         clock.switch("optimizer")
         training.buffers.start_step()
         self._routers.start_step()
+        self._sources.zero_()
         self._qk_clip.start_step()
 
         # Unmasked tokens of the global batch, by which every token's loss is divided.
@@ -141,9 +142,8 @@ class TrainStep:
             self._number((next_local_tokens or 0) if adds_loss else 0, torch.float64),
         ]
         clock.switch("communication")
-        routing = self._routers.figures()
-        summed = self._all_reduce(torch.cat([torch.stack(own), routing.flatten()]), self._world)
-        (squares, loss, stopping, refusing, next_tokens), routing = summed[:5], summed[5:].view_as(routing)
+        numbers, routing, sources = self._sums(torch.stack(own), self._routers.figures(), self._sources)
+        squares, loss, stopping, refusing, next_tokens = numbers
         clock.switch("optimizer")
         norm, loss = squares.sqrt() / loss_scale, loss / loss_scale
         if next_local_tokens is not None:
@@ -179,12 +179,18 @@ class TrainStep:
         if not training.optimizer.rounds:
             training.buffers.round_masters()
         training.gather.start()
-        numbers = [loss, norm, tokens.double(), skipped.double(), stopping, refusing, self._lr, loss_scale.double()]
-        return PendingMetrics([*numbers, *logits], routing, squares, clock.lap(), fp16=scale is not None)
+        figures = [loss, norm, tokens.double(), skipped.double(), stopping, refusing, self._lr, loss_scale.double()]
+        return PendingMetrics([*figures, *logits], routing, squares, sources, clock.lap(), fp16=scale is not None)
 
     def _number(self, value: float, dtype: torch.dtype) -> Tensor:
         """0-d, made on the device by a kernel: a copy from the host would wait."""
         return torch.full((), value, dtype=dtype, device=self._zero.device)
+
+    def _sums(self, *tables: Tensor) -> list[Tensor]:
+        """Each of them summed over all ranks, in one all-reduce."""
+        summed = self._all_reduce(torch.cat([table.flatten() for table in tables]), self._world)
+        parts = summed.split([table.numel() for table in tables])
+        return [part.view_as(table) for part, table in zip(parts, tables, strict=True)]
 
     def _all_reduce(self, tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
         """`tensor` summed over the ranks of `group`, in place; as it is where there is none."""

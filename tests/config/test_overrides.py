@@ -25,7 +25,8 @@ ONE_MISTAKE = [
     ("model=gtp2", ["unknown choice", "model=gpt2 is the nearest", "llama3_8b"]),
     # types
     ("train.steps=abc", ["train.steps='abc'", "a whole number", "train.steps=200"]),
-    ("train.steps=1e3", ["train.steps=1000.0", "a whole number", "train.steps=200"]),
+    ("train.steps=1.5", ["train.steps=1.5", "a whole number", "train.steps=200"]),
+    ("train.steps=2X", ["train.steps='2X'", "a whole number", "train.steps=200"]),
     ("train.steps=???", ["train.steps", "Missing mandatory value", "train.steps=200"]),
     ("optimizer.betas=0.9", ["a list of numbers", "optimizer.betas=[0.9,0.95]"]),
     ("train.steps=${nope}", ["${nope}", "not found"]),

@@ -15,4 +15,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     lines = [json.dumps({"text": "".join(dice.choices("abcdefgh ", k=dice.randint(1, 30)))}) for _ in range(2000)]
     text = folder / "text.jsonl"
     text.write_text("\n".join(lines))
+    for name, alphabet in (("web.jsonl", "uvwxyz"), ("code.jsonl", "()+-")):  # parts of a blend
+        rows = (json.dumps({"text": "".join(dice.choices(alphabet, k=dice.randint(1, 30)))}) for _ in range(900))
+        text.with_name(name).write_text("\n".join(rows))
     return text, folder / "cache"

@@ -58,6 +58,7 @@ class Trace:
     routing: list[Tensor]  # of each step, what all routers counted; empty without experts
     logits: list[list[float]]  # of each step, the largest of each layer, with QK-clip
     sizes: list[dict[str, dict[str, float]]]  # of each step, of its update and of the weights
+    sources: list[Tensor]  # of each step, losses and tokens by part of a blend
 
 
 def merged(*changes: Overrides) -> Overrides:
@@ -86,6 +87,8 @@ def small_config(
         inner = {"moe": MoEConfig, "muon": MuonConfig}
         values = {name: inner[name](**value) if name in inner else value for name, value in values.items()}
         setattr(config, section, replace(getattr(config, section), **values))
+    if isinstance(config.data.path, list):  # names beside the text
+        config.data.path = [str(text.parent / name) for name in config.data.path]
     return derive(config, world_size)
 
 
@@ -155,6 +158,7 @@ def train(
         routing=[f.routing for f in figures if f.routing is not None],
         logits=[[*f.largest_logits] for f in figures if f.largest_logits],
         sizes=[sizes_of(f.squares, elements_of(config)) for f in figures if f.squares is not None],
+        sources=[f.sources for f in figures if f.sources is not None],
         routers={name: value.clone() for name, value in Routers(training.chunks).state()},
     )
 
@@ -189,6 +193,7 @@ def assert_same_training(found: Sequence[Trace], reference: Trace) -> None:
             torch.testing.assert_close(vars(trace.averaged), vars(reference.averaged), **close)
         torch.testing.assert_close(trace.logits, reference.logits, **close)
         torch.testing.assert_close(trace.sizes, reference.sizes, **close)
+        torch.testing.assert_close(trace.sources, reference.sources, **close)
     for step, expected in enumerate(reference.gradients):
         _assert_same_tensors("gradients", [trace.gradients[step] for trace in found], expected)
     _assert_same_tensors("parameters", [trace.parameters for trace in found], reference.parameters)

@@ -34,6 +34,7 @@ SIZES: dict[str, Any] = {
     "group_update_rms": {"*.router.*": 0.002},
     "max_attention_logit": 9.0,
     "layer_attention_logit": {"0": 9.0},
+    "source_loss": {"web/part.1": 3.0},
 }
 
 
@@ -155,8 +156,8 @@ def test_all_starts_are_one_run_with_the_steps_of_training(shown: Shown) -> None
     for line in (line for start in range(3) for line in lines_of(start)):
         expected.setdefault(line["step"], {}).update(flat_values(line))
     assert sent == [*expected.values()]
-    names = ("update_rms/block_3", "group_update_rms/*/router/*", "max_attention_logit", "layer_attention_logit/0")
-    assert [sent[0][name] for name in names] == [0.001, 0.002, 9.0, 9.0]
+    names = ["update_rms/block_3", "group_update_rms/*/router/*", "max_attention_logit", "layer_attention_logit/0"]
+    assert [sent[0][name] for name in (*names, "source_loss/web/part/1")] == [0.001, 0.002, 9.0, 9.0, 3.0]
 
 
 def test_samples_are_a_table_and_settings_are_known(shown: Shown) -> None:

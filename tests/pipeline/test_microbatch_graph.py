@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megalite.config.schema import Config, MoEConfig, ParallelConfig, TrainConfig
+from megalite.config.schema import Config, DataConfig, MoEConfig, ParallelConfig, TrainConfig
 from megalite.data.batch import Batch
 from megalite.kernels import grouped
 from megalite.launch.context import CPU, ParallelContext
@@ -27,6 +27,7 @@ from tests.pipeline.stages import started
 MOE = MoEConfig(num_experts=4, ffn_hidden_size=16, aux_loss_coeff=0.01, score="sigmoid", capacity_factor=1.0)
 MODELS = {  # and the bound on a GPU, where products may choose other kernels in a capture
     "plain": (small(head_size=16), 1e-5),
+    "blend": (small(head_size=16), 1e-5),
     "documents": (small(head_size=16, dropout=0.2, embedding_dropout=0.1), 1e-5),
     "dropout": (small(head_size=16, **ALL_DROPOUTS), 1e-5),
     "experts": (small(head_size=16, dropout=0.2, moe=MOE), 2e-2),
@@ -58,7 +59,7 @@ class Recorder(TorchDispatchMode):
 
 def recorder_of(training: Training) -> Callable[[Callable[[], Tensor]], tuple[Tensor, Callable[[], None]]]:
     """In the place of `captured`."""
-    state = [*training.buffers.gradient_buckets, training.chunks[0].router_metrics]
+    state = [*training.buffers.gradient_buckets, training.chunks[0].router_metrics, training.chunks[0].source_sums]
 
     def refuse(tensor: Tensor) -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
@@ -77,19 +78,22 @@ def recorder_of(training: Training) -> Callable[[Callable[[], Tensor]], tuple[Te
 
 def training_of(name: str, cuda_graph: bool, device: torch.device, dtype: torch.dtype = torch.float64) -> Training:
     model, train = MODELS[name][0], TrainConfig(compile=device.type == "cuda", cuda_graph=cuda_graph, seq_length=32)
-    config = Config(model=model, train=train, parallel=ParallelConfig(schedule="1f1b"))
+    data = DataConfig(path=["web", "code"] if name == "blend" else None)
+    config = Config(model=model, train=train, data=data, parallel=ParallelConfig(schedule="1f1b"))
     return started(ParallelContext(device=device, dtype=dtype), config)
 
 
 def trained(training: Training, batches: list[Batch]) -> list[Tensor]:
-    """Losses, gradients and what routers count of two steps, whose losses are divided by other numbers."""
+    """Losses, gradients, what is counted of routers and sources in two steps, whose losses have other divisors."""
     found: list[Tensor] = []
     for scale in (0.02, 0.01):
         training.buffers.start_step()
         scales = torch.full((), scale, dtype=training.buffers.master_dtype, device=training.buffers.device)
         found.append(training.executor.forward_backward(batches, scales).clone())
         training.sync.finish()
-        found += [each.clone() for each in (*training.buffers.gradient_buckets, training.chunks[0].router_metrics)]
+        [model] = training.chunks
+        counted = model.router_metrics, model.source_sums
+        found += [each.clone() for each in (*training.buffers.gradient_buckets, *counted)]
     return found
 
 
@@ -101,6 +105,8 @@ def differing_batches(name: str, device: torch.device) -> list[Batch]:
         if name in ("documents", "dropout"):
             starts = torch.rand(batch.tokens.shape, generator=torch.Generator().manual_seed(seed)) < 0.1
             batch = replace(batch, documents=starts.cumsum(1).int())
+        if name == "blend":
+            batch = replace(batch, sources=torch.arange(seed, seed + len(batch.tokens)) // 2 % 2)
         found.append(batch.to(device))
     return found
 
@@ -120,6 +126,7 @@ def test_a_capture_that_is_repeated_gives_losses_and_gradients_of_each_microbatc
     found = trained(training, differing_batches(name, CPU))
     assert len(captures) == 1, "one capture serves all steps"
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
+    assert (training.chunks[0].source_sums > 0).tolist() == [[True] * 2] * (2 if name == "blend" else 0)
     graph, one = training.executor._graph, torch.ones((), dtype=training.buffers.master_dtype)
     assert graph is not None
     first, second, *_ = [graph(batch, one) for batch in differing_batches(name, CPU)]

@@ -3,19 +3,22 @@
 const many = page.compared, charts = [];
 const NATS = "nats per token", ADDED = "added to the loss, coefficient included";
 const chart = (title, series, options = {}) => ({ title, series, ...options });
-const GROUP = "group_relative_update/", grouped = page.runs.flatMap(({ series }) => Object.keys(series));
-const groups = [...new Set(grouped)].filter((key) => key.startsWith(GROUP));
+const known = [...new Set(page.runs.flatMap(({ series }) => Object.keys(series)))];
+const within = (prefix) => Object.fromEntries( // the series of a group, each with the rest of its name
+  known.filter((key) => key.startsWith(prefix)).map((key) => [key, key.slice(prefix.length)]));
 const SECTIONS = { // charts by section: their series of metrics.jsonl, each with a name where there are two
   learning: [
     chart("Loss", { loss: "training", val_loss: "validation", val_loss_ema: "validation (ema)" },
       { unit: NATS, wide: true, smooth: true, marks: true }),
+    chart("Training loss by source", within("source_loss/"), { unit: NATS, smooth: true }),
+    chart("Tokens by source", within("source_tokens/"), { unit: "of the steps since the line before", zero: true }),
     chart("Learning rate", { lr: "" }, { zero: true }),
     chart("Gradient norm", { grad_norm: "" }, { unit: "before clipping", smooth: true, marks: true }),
     chart("Bits per byte, validation", { val_bits_per_byte: "" }, { unit: "bits", colour: 1 }),
     chart("Loss scale", { loss_scale: "" }, { unit: "factor" }),
   ],
   layers: [
-    chart("Update over weights, by group", Object.fromEntries(groups.map((key) => [key, key.slice(GROUP.length)])),
+    chart("Update over weights, by group", within("group_relative_update/"),
       { unit: "root mean squares", zero: true, smooth: true }),
     chart("Largest attention logit", { max_attention_logit: "" }, { unit: "before softmax", colour: 3, smooth: true }),
   ],
@@ -44,7 +47,7 @@ const SECTIONS = { // charts by section: their series of metrics.jsonl, each wit
 // One card for all series of a run; for several runs a card for each series.
 function lineCharts(section, { title, series, colour = 0, ...options }) {
   const named = Object.entries(series), [run] = page.runs;
-  const single = named.map(([key, name], at) => ({ key, run, name: name || title.toLowerCase(), colour: colour + at }));
+  const single = named.map(([key, name], at) => ({ key, run, name: name || title.toLowerCase(), colour: (colour + at) % 10 }));
   if (!many) return lineChart(section, title, single, options);
   for (const [key, name] of named) {
     const lines = page.runs.map((run, at) => ({ key, run, name: run.name, colour: at % 10 }));

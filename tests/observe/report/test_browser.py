@@ -32,12 +32,15 @@ def test_all_charts_of_a_run_are_drawn(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", layout=ParallelLayout(dp=2), mfu=0.2, events=told)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     moe = {"imbalance_max": 3.0, "imbalance_mean": 2.5, "entropy": 1.0, "tokens_per_expert": [[1, 0, 3], [0, 4, 0]]}
-    more = [{**line, "moe": moe, **sizes_at(line["step"])} if "loss" in line else line for line in lines]
+    sources = {"source_loss": {"web": 4.0, "code": 3.0}, "source_tokens": {"web": 300, "code": 100}}
+    added = {"moe": moe, **sources}
+    more = [{**line, **added, **sizes_at(line["step"])} if "loss" in line else line for line in lines]
     content = "".join(json.dumps(line) + "\n" for line in more)
     (run / "metrics.jsonl").write_text(content)
     found = drawn(write_report([run], tmp_path / "run.html"))
     assert [title for title, _ in found] == [
-        "Loss", "Learning rate", "Gradient norm", "Bits per byte, validation", "Update over weights, by group",
+        "Loss", "Training loss by source", "Tokens by source",
+        "Learning rate", "Gradient norm", "Bits per byte, validation", "Update over weights, by group",
         "Largest attention logit", "Update over weights, by layer", "Largest attention logit, by layer",
         "Tokens per second", "Time of a step",
         "Model FLOPs utilisation", "Peak memory", "Peak memory by rank", "Computing time by rank",
