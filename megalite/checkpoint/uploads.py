@@ -55,7 +55,7 @@ class Uploads:
             self._thread.start()
 
     def offer(self, step: int, good_before: int) -> None:
-        """The checkpoint of a step is saved. Of older ones, the newest before `good_before` is kept there, too."""
+        """The checkpoint of a step is saved. The newest one before step `good_before` is kept there, too."""
         if not self._thread.is_alive():
             return
         with self._news:
