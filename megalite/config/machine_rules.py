@@ -119,8 +119,8 @@ def store_can_be_used(config: Config) -> Iterator[Problem]:
         return
     from fsspec.registry import available_protocols, known_implementations  # type: ignore[import-untyped]  # 0.2 s
 
-    protocol, mark, place = url.partition("://")
-    if not mark or not place.strip("/") or protocol not in (known := available_protocols()):
+    known, (protocol, mark, place) = available_protocols(), url.partition("://")
+    if not mark or not place.strip("/") or protocol not in known:
         rule = f"is not PROTOCOL://PLACE with a protocol of fsspec, which knows {', '.join(known)}"
         yield Problem(name, url, rule, f"{name}=s3://BUCKET/runs/mine, or gs://, az://, hf://, file:///mnt/disk/mine")
     elif re.match(r"[^/@]*:[^/@]*@", place):
