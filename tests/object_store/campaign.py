@@ -59,6 +59,7 @@ class Disturbed:
     trial: Trial
     store: ObjectStore
     url: str
+    over: bool = False
 
     @property
     def prefix(self) -> str:
@@ -78,7 +79,10 @@ class Disturbed:
         self.ends()
 
     def ends(self) -> None:
-        """The run comes to its end, or is killed at a random moment before that."""
+        """The run comes to its end, or is killed at a random moment before that; once."""
+        if self.over:
+            return
+        self.over = True
         if self.trial.dice.random() < 0.3:
             time.sleep(self.trial.dice.random())
             self.trial.kill()
@@ -192,7 +196,7 @@ def _hurt(fault: str, it: Disturbed) -> None:
         shutil.rmtree(it.trial.folder, ignore_errors=True)
         it.trial.folder.mkdir()
         it.trial.arguments = [word for word in it.trial.arguments if not word.startswith("checkpoint.remote=")]
-        it.url = it.store.url()
+        it.url, it.over = it.store.url(), False
         it.trial.arguments.append(f"checkpoint.remote={it.url}")
         it.trial.start()
         with suppress(TooLateError):
