@@ -26,8 +26,8 @@ FLOORS = [
 ]
 # Lines of .py files; docstrings, comments and blank lines count. A change that needs more raises a number and says why.
 BUDGET = {
-    "the package": 22_200,
-    "what train.run imports": 14_550,  # imports inside of functions included
+    "the package": 22_800,
+    "what train.run imports": 14_820,  # imports inside of functions included
     "a file": 400,
     "a function": 60,
 }

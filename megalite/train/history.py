@@ -10,7 +10,7 @@ step may stand in it more than once, and of two samples of one step and prompt t
 The kinds, and what else they tell:
 
     start, resume                how and where the run was started: command, versions, layout, hosts
-    skipped                      a step whose loss or gradient was not finite
+    skipped                      a step whose loss or gradient was not finite; arose_in, ranks (origin.py)
     spike                        a step that train.skip_spikes did not apply
     rolled_back                  checkpoint: its step; message: which steps and samples are passed over
     skipped_on_request           a step of train.skip_steps

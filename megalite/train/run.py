@@ -10,6 +10,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -58,6 +59,7 @@ class Companions(NamedTuple):
     with_steps: Callable[[Config, OpenedData, Progress], Config]  # what follows from the run's length, once it is known
     look_at_nodes: Callable[[ParallelContext, Path], Sequence[str]]  # for launch.preflight; lines, on rank 0
     say: Note  # prints a line for the user, on rank 0
+    alert: Callable[[Job, str], object]  # tells the user's command of a stall, on any rank
     open_views: Callable[[Job, Note], Mapping[str, View]]  # by name, on rank 0
     about: Callable[[Job], dict[str, Any]]  # fields of the event of a start, on rank 0
 
@@ -76,7 +78,7 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
     job = Job(config, context, hosts, RunLog(companions.say), status)
     failed = False
     try:
-        with Watchdog(context, job.doing, run_dir / "logs", hosts) as watchdog:
+        with Watchdog(context, job.doing, run_dir / "logs", hosts, partial(companions.alert, job)) as watchdog:
             if config.launch.preflight:
                 for line in companions.look_at_nodes(context, run_dir):
                     job.log.note(f"preflight: {line}")
