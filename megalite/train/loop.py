@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from megalite.checkpoint.remote import Remote
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.config.files import write_atomically
 from megalite.config.phases import RunPhase
@@ -73,6 +74,7 @@ class Job:
     plan: list[RunPhase] = field(init=False)
     opened: list[OpenedData | None] = field(init=False)  # the data of each phase; None where it is over
     data: OpenedData = field(init=False)  # of the phase, from the run's place in it on
+    remote: Remote | None = field(init=False)
     folder: RunFolder = field(init=False)
     training: Training = field(init=False)
     prompts: dict[str, list[int]] = field(init=False)  # of the samples of text, and their tokens

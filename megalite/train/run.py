@@ -19,6 +19,7 @@ import torch
 
 from megalite.checkpoint.commit import CHECKPOINTS, committed
 from megalite.checkpoint.reading import newest
+from megalite.checkpoint.remote import open_remote
 from megalite.checkpoint.run_folder import TOKENIZER, RunFolder, keep_tokenizer, require_room
 from megalite.config.derive import BUILT_IN_TOKENIZERS, derive_lengths
 from megalite.config.files import private_files
@@ -86,6 +87,7 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
             if config.launch.preflight:
                 for line in companions.look_at_nodes(context, run_dir):
                     job.log.note(f"preflight: {line}")
+            job.remote = open_remote(config.checkpoint.remote, context)
             job.opened = open_phases(job, environment, companions.prepare)
             with private_files():
                 set_up(job, companions)
@@ -175,11 +177,11 @@ def set_up(job: Job, companions: Companions) -> None:
     know_length(job, companions)
     job.prompts = all_ranks_or_raise(context, lambda: prompts_of(job.base, data))
     begun_with = job.opened[0].fingerprint if job.opened[0] else ""
-    config = job.base
-    folder = RunFolder(Path(config.run_dir), context, config.resume, partial(asked_at, job.plan), begun_with)
+    config, asked = job.base, partial(asked_at, job.plan)
+    folder = RunFolder(Path(config.run_dir), context, config.resume, asked, begun_with, job.remote)
     job.folder = folder
     try:
-        found = newest(folder.checkpoints, context, log.note)
+        found = newest(folder.checkpoints, context, log.note, remote=job.remote)
         job.config = config = phase_at(job.plan, found.manifest.step if found else 0).config
         notes = [*config.told, *folder.changes, slow_precision(context.dtype, context.device)]
         notes += [*lines_of_scaling(config.model), *lines_of_groups(config)]
@@ -253,6 +255,8 @@ def record_end(job: Job) -> int:
     by = job.stop.requested or "a signal to another rank" if job.stopping and not job.complete else None
     kind, status = "stopped" if by else "finished", int(saved_step != step)
     job.status.write("failed" if status else kind, by=by)
+    left = job.saver.end_uploads(hasty=job.stopping)
+    words += [left] if left else []
     job.log.event(kind, step, status=status, **({"by": by} if by else {}), **job.meter.medians())
     if status:
         kept = "there is no checkpoint" if saved_step is None else f"the newest is of step {saved_step}"
