@@ -282,7 +282,7 @@ def test_a_symbol_of_a_set_that_the_training_text_does_not_have_is_refused(tmp_p
     (tmp_path / "b.txt").write_text(LINE + "é")
     config.tokenizer, config.data.path = "char", str(tmp_path / "a.txt")
     config.data.validation = {"b": str(tmp_path / "b.txt")}
-    with pytest.raises(UserError, match=r"no token for a symbol.* in .*b\.txt"):
+    with pytest.raises(UserError, match=r"a part of it has no token.* in .*b\.txt: document 1"):
         prepare(config)
     config.data.validation = None
     assert targets_of(config, sources_of(config.data))[0].is_prepared
