@@ -11,6 +11,7 @@ from megalite.commands.dispatch import COMMANDS
 from megalite.config.layout import STAGE_NAMES
 from megalite.config.schema import MoEConfig, MuonConfig
 from megalite.config.settings import GROUPS, SETTINGS
+from megalite.config.step_plan import HORIZONS
 from megalite.hf.families import FAMILIES
 
 ROOT = Path(__file__).parents[1]
@@ -39,7 +40,7 @@ def tree(path: Path) -> ast.Module:
 # work with.
 # File: the function, None: all of it.
 WORKED_OUT = {"step_plan.py": None, "layout.py": None, "exchange.py": None, "schema.py": "has_experts"}
-PASSED_ON = {*STAGE_NAMES.values()}  # read by their names, into requests
+PASSED_ON = {*STAGE_NAMES.values(), *HORIZONS}  # read by their names, into requests and numbers of samples
 SCHEMAS = GROUPS | {"moe": MoEConfig, "muon": MuonConfig}
 FIELDS = {  # by setting: what it is a field of ("" is the config), and of which name
     setting.name: (f".{setting.field}".split(".")[-2], setting.field.split(".")[-1]) for setting in SETTINGS.values()

@@ -15,6 +15,7 @@ from megalite.config.compose import load_config, names_of
 from megalite.config.numbers import whole_number
 from megalite.config.schema import Config
 from megalite.config.settings import value_of, yaml_value
+from megalite.config.step_plan import HORIZONS
 from megalite.errors.problems import Problem, UserError, refuse, several, to_stderr
 from megalite.observe.terminal import curve
 from megalite.optim.groups import with_known_groups
@@ -108,7 +109,7 @@ def _plan(widths: Sequence[int], steps: int, overrides: Sequence[str], *, scaled
             continue
         sizes = {name: size * width // shape.hidden_size for name, size in growing.items()}
         sizes |= {WIDTH: width, BASE: base, LAYERS: layers, "train.steps": steps}
-        kept = [word for word in overrides if names_of([word]).isdisjoint(sizes)]
+        kept = [word for word in overrides if names_of([word]).isdisjoint({*sizes, *HORIZONS})]
         words = [*kept, *usual, *(f"{name}={yaml_value(value)}" for name, value in sizes.items())]
         plan[width] = with_known_groups(load_config(words, 1))
     refuse(problems)

@@ -85,6 +85,7 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
     from megalite.observe.about import open_views, start_fields
     from megalite.observe.terminal import Terminal
     from megalite.plan.gpu_memory import fit_micro_batch
+    from megalite.plan.horizon import with_steps
     from megalite.prepare.prepare import examine, prepare
     from megalite.train.run import Companions, run
 
@@ -94,6 +95,7 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
         prepare=lambda config: prepare(config, terminal.preparing),
         read_weights=import_model,
         fit=fit_micro_batch,
+        with_steps=with_steps,
         look_at_nodes=lambda context, folder: table(preflight(context, folder)),
         say=terminal.print,
         open_views=lambda job, note: open_views(job, terminal, note),

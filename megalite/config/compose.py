@@ -28,12 +28,15 @@ from megalite.config.model_folder import holds_tokenizer, imported_model_setting
 from megalite.config.rule import example, outside
 from megalite.config.rules import check, unused
 from megalite.config.schema import Config
-from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, leaves, nested, with_values
+from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, leaves, nested, with_values, yaml_value
+from megalite.config.step_plan import HORIZONS
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse
 
 OF_ONE_START = ("run_dir", "resume", "launch.preflight", "launch.status_file", "train.max_minutes")
 _VARIABLE = re.compile(r"oc\.env\s*:\s*['\"]?([^,}\s'\"]+)")
 
+# Settings of which each says the same in another way: one that is given replaces what others had from elsewhere.
+ALTERNATIVES = (HORIZONS,)
 DEFAULTS = {name: setting.default for name, setting in SETTINGS.items()}
 Values = Mapping[str, Any]  # by the names of settings
 
@@ -98,15 +101,18 @@ def read_settings(arguments: Namespace) -> tuple[Config, list[Problem], set[str]
         choices, command = choices | chosen, command | values
     found = collect(partial(overrides.composed, files, choices), problems)
     all_of_them = choices.keys() - GROUPS.keys()  # a recipe may set anything
-    names = {*command} | {name for name, setting in SETTINGS.items() if setting.group in choices or all_of_them}
+    replaced = _replaced(command)
+    names = {name for name, setting in SETTINGS.items() if setting.group in choices or all_of_them}
+    names |= command.keys() | replaced.keys()
     by_files = DEFAULTS | (found or {})
     if by_files["tokenizer"] == DEFAULTS["tokenizer"] and "tokenizer" not in command:
         names.discard("tokenizer")  # a recipe that does not speak of it leaves it to the weights
-    written = by_files | command
+    written = by_files | replaced | command
     problems += [overrides.unknown(name, value) for name, value in written.items() if name not in SETTINGS]
-    departures = tuple(name for name in SETTINGS if written[name] != by_files[name])
+    departures = tuple(name for name in SETTINGS if name in command and command[name] != by_files[name])
     values, wrong = _resolved(written)
-    told, given = list[str](), list[str]()
+    told = list[str]()
+    given = [f"{name}={yaml_value(value)}" for name, value in replaced.items() if value != by_files[name]]
     sources = {"as before": _of_run, "from the weights": _of_weights}
     if files.recipe is not None:
         sources = {f"from {files.recipe}": partial(_of_recipe, files.recipe)}
@@ -119,13 +125,19 @@ def read_settings(arguments: Namespace) -> tuple[Config, list[Problem], set[str]
             given += (words := [f"{name}={overrides.as_override(value)}" for name, value in new.items()])
             told.append(f"{source}: {', '.join(words)}")
             parsed = OverridesParser.create().parse_overrides(words)
-            written |= {each.get_key_element(): each.value() for each in parsed}
+            written |= _replaced(new) | {each.get_key_element(): each.value() for each in parsed}
             values, wrong = _resolved(written)
     problems += wrong
     meant = {overrides.nearest_setting(name) or name for name in (problem.setting.lstrip("+~") for problem in problems)}
     doubtful = {*SETTINGS} if found is None or EXPERIMENT in meant else meant
     config = replace(with_values(Config(), values), told=tuple(told), departures=departures)
     return config, problems, doubtful, given
+
+
+def _replaced(given: Values) -> dict[str, Any]:
+    """The defaults of the settings that stand back, because another of their alternatives is given."""
+    groups = [group for group in ALTERNATIVES if any(given.get(name) is not None for name in group)]
+    return {name: DEFAULTS[name] for group in groups for name in group if name not in given}
 
 
 def _resolved(written: Values) -> tuple[dict[str, Any], list[Problem]]:

@@ -20,7 +20,7 @@ from megalite.config.layout import dense_ranks
 from megalite.config.schedule_request import CHUNKED, SPLITTING, ScheduleRequest
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from megalite.config.settings import OPEN, SETTINGS, value_of, with_values
-from megalite.config.step_plan import batch_sizes
+from megalite.config.step_plan import batch_sizes, known_steps
 from megalite.errors.problems import plain
 
 USUAL = 8  # sequences of a microbatch, at most, where no memory is measured
@@ -54,24 +54,32 @@ def derive(config: Config, world_size: int = 1) -> Config:
     axes, train, resolved = config.parallel, config.train, _resolved(config)
     request, folder = schedule_request(config, world_size), run_dir_of(resolved)
     grouped = request.schedule in CHUNKED and train.batch_ramp is None  # else groups grow with batches
+    derived = config.derived or tuple(name for name in SETTINGS if value_of(config, name) in OPEN)
     values = {
         "parallel.microbatch_group_size": request.group if grouped else None,
         "train.micro_batch_size": derive_micro_batch_size(config, world_size),
         "optimizer.communication_dtype": config.optimizer.gradient_dtype,
-        "lr.warmup_steps": min(100, train.steps // 10),
         "lr.min_lr": config.optimizer.lr / 10,
-        "lr.decay_steps": train.steps // 5,
         "run_name": os.path.basename(folder),
     }
     places = {"run_dir": folder, "parallel.nccl_options": axes.nccl_options and absolute(axes.nccl_options)}
-    derived = config.derived or tuple(name for name in SETTINGS if value_of(config, name) in OPEN)
-    return replace(with_values(_filled(resolved, values), places), derived=derived)
+    filled = replace(with_values(_filled(resolved, values), places), derived=derived)
+    return filled if filled.train.steps is None else derive_lengths(filled, filled.train.steps)
+
+
+def derive_lengths(config: Config, steps: int) -> Config:
+    """A copy of a derived config with this number of steps, and what follows from it."""
+    values = {"lr.warmup_steps": min(100, steps // 10), "lr.decay_steps": steps // 5}
+    follow = {name: value for name, value in values.items() if name in config.derived}
+    return with_values(config, {"train.steps": steps} | follow)
 
 
 def derive_sizes(config: Config) -> Config:
-    """A copy in which the sizes of model and layout are written out, and what follows from the pipeline's schedule."""
+    """A copy in which the sizes of model and layout are written out, the steps where the settings tell them, and what
+    follows from the pipeline's schedule."""
     axes, model = config.parallel, derive_model(config.model, config.train.seq_length)
     values = {
+        "train.steps": known_steps(config.train),
         "parallel.etp": axes.tp,
         "parallel.sequence_parallel": axes.tp > 1,
         "parallel.schedule": derive_schedule(axes),

@@ -61,6 +61,8 @@ FOREIGN_WORDS = {  # what the same is called in nanoGPT, Megatron-LM and transfo
     "optimizer.zero": "use_distributed_optimizer zero_stage",
     "optimizer.initial_loss_scale": "loss_scale",
     "train.steps": "max_iters train_iters max_steps",
+    "train.tokens": "train_tokens total_tokens max_tokens",
+    "train.epochs": "num_train_epochs num_epochs",
     "train.global_batch_size": "batch_size",
     "train.seq_length": "block_size sequence_length",
     "model.num_layers": "n_layer num_hidden_layers",

@@ -67,6 +67,13 @@ SHAPES: dict[str, tuple[Callable[[Any], list[str]], str]] = {
     "data.validation": (flaws_of_sets, "{web: web.txt, code: [a.txt, b.txt]}"),
     "optimizer.groups": (flaws_of_groups, "[{match: '*.attention.*', lr: 0.1x, weight_decay: 0}]"),
 }
+EXAMPLES = {  # where the default is null, and null is no answer to who gives a number
+    "train.steps": "200",
+    "train.tokens": "20B",
+    "train.tokens_per_parameter": "20",
+    "train.flops": "1e19",
+    "train.epochs": "2",
+}
 
 Row = tuple[Any, ...]  # setting, relation, others; and, if need be, in which cases
 Found = tuple[Any, str, str]  # whether it is wrong, words, sentence
@@ -112,7 +119,8 @@ class Case:
 
 def example(setting: Setting) -> str:
     """An override of the setting that works, whatever is wrong with a value."""
-    return f"{setting.name}={SHAPES[setting.name][1]}" if setting.name in SHAPES else setting.as_default
+    works = SHAPES[setting.name][1] if setting.name in SHAPES else EXAMPLES.get(setting.name)
+    return f"{setting.name}={works}" if works else setting.as_default
 
 
 def outside(setting: Setting, value: Any) -> Problem | None:
@@ -132,7 +140,7 @@ def outside(setting: Setting, value: Any) -> Problem | None:
         rule = f"is more than {most:,}"
     else:
         return unusable_path(setting.name, value) if setting.name in PLACES else None
-    return Problem(setting.name, value, rule, setting.as_default)
+    return Problem(setting.name, value, rule, example(setting))
 
 
 def unusable_path(name: str, value: Any) -> Problem | None:

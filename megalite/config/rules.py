@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Set
 from ctypes import c_float
 from dataclasses import replace
 from itertools import islice
+from math import inf
 from typing import Any
 
 from megalite.config import layout
@@ -17,9 +18,9 @@ from megalite.config.derive import NAME, schedule_request
 from megalite.config.machine_rules import MACHINE_RULES
 from megalite.config.rule import SHAPES, Case, Found, Rule, broken, outside, problems_of, routes, speaks_of
 from megalite.config.schedule_request import CHUNKED, ScheduleRequest
-from megalite.config.schema import Config
+from megalite.config.schema import MOST_STEPS, Config
 from megalite.config.settings import SETTINGS
-from megalite.config.step_plan import batch_sizes, ramp_flaw
+from megalite.config.step_plan import HORIZONS, batch_sizes, horizon_of, ramp_flaw
 from megalite.errors.problems import Problem
 from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, EXPERT_NAME, strides_of
 from megalite.layout.stages import stage_counts
@@ -194,14 +195,28 @@ def kernels_can_run(case: Case) -> Iterator[Found]:
 def steps_are_steps_of_the_run(case: Case) -> Iterator[Found]:
     train, lr = case.config.train, case.config.lr
     warmup, idle = lr.warmup_steps or 0, {*train.profile_steps} & {*train.skip_steps}
-    late = lr.schedule == "wsd" and warmup <= train.steps < warmup + (lr.decay_steps or 0)
+    steps, horizon = case.value("train.steps"), horizon_of(train)
+    known = inf if steps is None else steps  # unknown: judged again once model and data are known
+    last = "{1}" if horizon == "train.steps" or steps is None else f"{known}, the steps of {{1}}"
+    late = lr.schedule == "wsd" and warmup <= known < warmup + (lr.decay_steps or 0)
     bare = lr.schedule == "table" and not lr.table
     yield bare, "lr.table lr.schedule", f"must be given with {{1}}, like {SHAPES['lr.table'][1]}"
-    yield late, "decay_steps warmup_steps train.steps", "with {1} it is longer than the run, {2}"
+    yield _warms_up(case) and warmup > known, f"warmup_steps {horizon} {known}", f"above {last}"
+    yield late, f"decay_steps warmup_steps {horizon}", "with {1} it is longer than the run, {2}"
     for name, listed in (("skip_steps", train.skip_steps), ("profile_steps", train.profile_steps)):
-        beyond = [step for step in listed if not 1 <= step <= train.steps]
-        yield beyond, f"{name} train.steps {max(listed, default=1)}", f"must be from 1 to {{1}}, and {beyond} are not"
+        beyond = [step for step in listed if not 1 <= step <= known]
+        rule = f"must be from 1 to {last}, and {beyond} are not"
+        yield beyond, f"{name} {horizon} {max(listed, default=1)}", rule
     yield idle, "profile_steps skip_steps", "{1} passes over some of them: there is nothing to record"
+
+
+def a_run_has_one_length(case: Case) -> Iterator[Found]:
+    first, *others = [name for name in HORIZONS if case.given(name) is not None] or ["train.steps"]
+    for other in others:
+        yield True, f"{other} {first}", "contradicts {1}: one of them says how long the run is"
+    steps = case.value("train.steps") or 0
+    rule = f"takes {steps:,} steps, more than {MOST_STEPS:,}"
+    yield steps > MOST_STEPS, f"{first} global_batch_size seq_length", rule
 
 
 def numbers_are_held_as_asked(case: Case) -> Iterator[Found]:
@@ -362,6 +377,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 EXPERT_RULES: tuple[Rule, ...] = (("num_experts", "not a multiple of", "ep"),)
 STAGE_RULES: tuple[Rule, ...] = (stages_hold_all_layers,)
 SCHEDULE_RULES: tuple[Rule, ...] = (batches_suit_ranks_and_schedule,)
+LENGTH_RULES: tuple[Rule, ...] = (steps_are_steps_of_the_run,)
 RULES: tuple[Rule, ...] = (
     ("num_key_value_heads", "does not divide", "num_attention_heads"),
     ("rope_high_frequency_factor", "not above", "rope_low_frequency_factor", lambda case: _scaling(case) == "llama3"),
@@ -372,13 +388,12 @@ RULES: tuple[Rule, ...] = (
     ("top_k", "not a multiple of", "top_k_groups", routes),
     ("moe.ffn_hidden_size", "not a multiple of", "etp", routes),
     ("recompute_layers", "above", "num_layers"),
-    ("warmup_steps", "above", "train.steps", _warms_up),
     ("min_lr", "above", "optimizer.lr", _warms_up),
     ("min_loss_scale", "above", "initial_loss_scale", lambda case: case.config.precision == "fp16"),
     ("num_attention_heads", "not a multiple of", "tp"),
     ("vocab_multiple", "below", "tp"),  # a small vocabulary, padded to it, might leave a rank without rows
     *(*LAYOUT_RULES, *EXPERT_RULES, *STAGE_RULES, *SCHEDULE_RULES),
     *(heads_and_positions_fit, experts_are_chosen_and_placed, ranks_hold_equal_shares, context_ranks_can_exchange),
-    *(settings_have_an_effect, settings_go_together, kernels_can_run, steps_are_steps_of_the_run),
+    *(settings_have_an_effect, settings_go_together, kernels_can_run, a_run_has_one_length, *LENGTH_RULES),
     *(names_are_file_names, numbers_are_held_as_asked, data_suits_its_source, vocabulary_holds_the_tokens),
 )

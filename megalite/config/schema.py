@@ -13,6 +13,7 @@ from megalite.config.schedule_request import SCHEDULE_NAMES
 A_YEAR_S = 365 * 24 * 3600  # as long as a wait may be asked for
 LEAST_FLEX_HEAD = 16  # numbers of a head: torch's flex attention takes no smaller ones
 HELD_OUT = "held_out"  # the validation set that data.validation_fraction makes
+MOST_STEPS = 10**8 - 1  # names of checkpoints have eight digits
 MOST_LAYERS, MOST = 10_000, 2**20  # far beyond what anyone trains, and few enough to list
 
 
@@ -144,7 +145,18 @@ class ParallelConfig:
 class TrainConfig:
     """Length and shape of the training loop. Batch sizes count sequences."""
 
-    steps: int = setting(200, "optimizer steps of the whole run", at_least=0, at_most=10**8 - 1)
+    steps: int = setting(
+        None,
+        "optimizer steps of the whole run; null: by one of the next, else 200",
+        at_least=0,
+        at_most=MOST_STEPS,
+    )
+    tokens: int | None = setting(None, "tokens of the whole run, in place of steps", at_least=1, at_most=10**18)
+    tokens_per_parameter: float | None = setting(
+        None, "those tokens by the parameters that one of them meets, in place of steps", above=0, at_most=10**9
+    )
+    flops: float | None = setting(None, "model FLOPs of the whole run, in place of steps", above=0, at_most=1e30)
+    epochs: float | None = setting(None, "passes over the training data, in place of steps", above=0, at_most=10**6)
     global_batch_size: int = setting(8, "sequences per optimizer step, over all ranks", at_least=1, at_most=MOST)
     micro_batch_size: int = setting(
         None, "sequences of one forward pass; null: on CUDA what fits, else at most 8", at_least=1

@@ -12,6 +12,9 @@ from itertools import count
 from megalite.config.schema import Config, TrainConfig
 
 MOST_SIZES = 10_000
+HORIZONS = ("train.steps", *(f"train.{name}" for name in ("tokens", "tokens_per_parameter", "flops", "epochs")))
+FOLLOW_LENGTH = ("train.steps", "lr.warmup_steps", "lr.decay_steps")  # from what a run has consumed, where it goes on
+USUAL_STEPS = 200
 
 
 def batch_sizes(train: TrainConfig) -> range:
@@ -51,12 +54,56 @@ class PlannedStep:
 def planned_steps(train: TrainConfig, *, done: int, samples: int) -> Iterator[PlannedStep]:
     """The steps after the first `done`, which have consumed `samples`; they do not end. Batches grow through their
     sizes at equal distances in samples: Megatron-LM's --rampup-batch-size, in whole numbers."""
-    sizes, skipped = batch_sizes(train), frozenset(train.skip_steps)
-    growing = train.batch_ramp[-1] if train.batch_ramp else 0  # samples, after which batches are full
-    for step in count(done + 1):
-        sequences = sizes[-1 if samples >= growing else samples * (len(sizes) - 1) // growing]
-        yield PlannedStep(step, samples, sequences, step in skipped)
-        samples += sequences
+    skipped = frozenset(train.skip_steps)
+    for before, first, sequences, number in equal_steps(train, done=done, samples=samples):
+        for at in count() if number is None else range(number):
+            step = before + at + 1
+            yield PlannedStep(step, first + at * sequences, sequences, step in skipped)
+
+
+def equal_steps(train: TrainConfig, *, done: int, samples: int) -> Iterator[tuple[int, int, int, int | None]]:
+    """The same steps, those with batches of one size together: steps and samples before them, sequences of a batch, and
+    how many steps; None: they do not end."""
+    sizes, increments = batch_sizes(train), len(batch_sizes(train)) - 1
+    growing = train.batch_ramp[-1] if train.batch_ramp and increments else 0  # samples, after which batches are full
+    while samples < growing:
+        at = samples * increments // growing
+        until = -(-(at + 1) * growing // increments)  # the first sample whose batch is larger
+        number = -(-(until - samples) // sizes[at])
+        yield done, samples, sizes[at], number
+        done, samples = done + number, samples + number * sizes[at]
+    yield done, samples, sizes[-1], None
+
+
+def steps_to(train: TrainConfig, wanted: int, *, done: int = 0, samples: int = 0) -> int:
+    """The least number of steps of a run that have consumed `wanted` samples; at least the first `done`."""
+    for before, first, sequences, number in equal_steps(train, done=done, samples=samples):
+        needed = max(0, -(-(wanted - first) // sequences))
+        if number is None or needed <= number:
+            return before + needed
+    raise AssertionError("the last steps do not end")
+
+
+def samples_after(train: TrainConfig, steps: int, *, done: int = 0, samples: int = 0) -> int:
+    """How many samples a run of so many steps has consumed in the end."""
+    for before, first, sequences, number in equal_steps(train, done=done, samples=samples):
+        if number is None or steps - before <= number:
+            return first + max(0, steps - before) * sequences
+    raise AssertionError("the last steps do not end")
+
+
+def horizon_of(train: TrainConfig) -> str:
+    """The setting that says how long the run is."""
+    given = (name for name in HORIZONS[1:] if getattr(train, name.removeprefix("train.")) is not None)
+    return next(given, "train.steps")
+
+
+def known_steps(train: TrainConfig) -> int | None:
+    """The steps of the run as far as the settings tell; None: model and data must be known."""
+    if train.tokens is not None:
+        return steps_to(train, -(-train.tokens // train.seq_length))
+    usual = USUAL_STEPS if train.steps is None else train.steps
+    return usual if horizon_of(train) == "train.steps" else None
 
 
 def micro_batch_is_fixed(config: Config) -> bool:

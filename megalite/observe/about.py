@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megalite import __version__
-from megalite.config.step_plan import batch_sizes, planned_steps
+from megalite.config.step_plan import batch_sizes, samples_after
 from megalite.errors.problems import several
 from megalite.launch.device import PRECISIONS
 from megalite.launch.environment import launch_command, read_environment
@@ -25,6 +25,7 @@ from megalite.observe.run_data import read_run
 from megalite.observe.terminal import Terminal
 from megalite.observe.trackers import open_trackers
 from megalite.plan.gpu_memory import rank_memory
+from megalite.plan.horizon import length_words
 from megalite.train.history import Note, View
 from megalite.train.loop import Job
 
@@ -61,9 +62,7 @@ def start_fields(job: Job) -> dict[str, Any]:
 def resolved(job: Job, device: str) -> list[list[str]]:
     """Label and text of everything that was resolved."""
     train, model, moe, done = job.config.train, job.config.model, job.config.model.moe, job.progress
-    sizes, plan = batch_sizes(train), planned_steps(train, done=done.step, samples=done.samples)
-    grown = next(step for step in plan if step.sequences == sizes[-1] or step.step > train.steps)
-    samples = grown.first + sizes[-1] * max(0, train.steps + 1 - grown.step)
+    sizes, samples = batch_sizes(train), samples_after(train, train.steps, done=done.step, samples=done.samples)
     flops = flops_per_token(model, train.seq_length, causal=False) / 1e6
     parameters = f"{parameter_count(model):,} parameters"
     shape = f"{several(model.num_layers, 'layer')}, hidden size {model.hidden_size:,}, vocabulary {model.vocab_size:,}"
@@ -72,13 +71,12 @@ def resolved(job: Job, device: str) -> list[list[str]]:
         shape += f"; {moe.num_experts} experts in {several(len(model.expert_layers), 'layer')}, top {moe.top_k}"
     batch = f"{several(train.global_batch_size, 'sequence')} of {train.seq_length:,} tokens"
     grows = "" if train.batch_ramp is None else f", growing from {sizes.start} sequences by {sizes.step}"
-    most = f"{max(job.data.train.epochs(samples)):.3g} epochs"  # of the token file that is repeated most
     return [
         ["model", f"{model.name}: {parameters}, {flops:,.1f} MFLOP per token"],
         ["", shape],
         ["batch", f"{batch}, {train.micro_batch_size} in a microbatch{grows}"],
         ["data", job.data.description],
-        ["", f"{samples * train.seq_length:,} tokens in {several(train.steps, 'step')}: {most}"],
+        ["length", length_words(job.config, job.data, samples)],
         *(["", f"evaluated on {name}: {several(its.tokens, 'token')}"] for name, its in job.data.sets.items()),
         *(["" if at else "layout", line] for at, line in enumerate(header_lines(job.context.layout))),
         ["device", f"{device}, {PRECISIONS[job.context.dtype]}"],

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from megalite.config.step_plan import HORIZONS
 from megalite.errors.problems import printable, several
 from megalite.observe import readable
 from megalite.observe.readable import print_lines
@@ -109,7 +110,7 @@ class Terminal:
             self.print("loss: training as a line, validation as ●", *curve(train[:, :2], validation[:, :2]), "")
         for prompt, text in run.samples.get(run.step, {}).items() if stopped_by is None else ():
             self.print("the model writes", *_quoted(prompt + text), "")
-        longer = [word for word in shlex.split(command) if not word.startswith("train.steps=")]
+        longer = [word for word in shlex.split(command) if word.partition("=")[0] not in HORIZONS]
         again = ("continue", f"{command}   (the same command)")
         if stopped_by is None:
             again = ("train longer", shlex.join([*longer, f"train.steps={2 * max(run.steps, 1)}"]))

@@ -296,8 +296,9 @@ class StatusFile:
     `step_s`, the mean of these steps with saves and evaluations, null before the first save.
     """
 
-    def __init__(self, path: str | None, run_dir: str, steps: int, job_began: int | None) -> None:
-        self._path, self._fixed = Path(absolute(path)) if path else None, {"steps": steps, "run_dir": run_dir}
+    def __init__(self, path: str | None, run_dir: str, job_began: int | None, steps: int = 0) -> None:
+        """`steps` may be set later, before the first state is written."""
+        self._path, self._run_dir, self.steps = Path(absolute(path)) if path else None, run_dir, steps
         self._job_began = job_began
         self.state, self._first, self._step, self._trains_s = "", 0, 0, 0.0
 
@@ -308,7 +309,8 @@ class StatusFile:
             self._first, self._trains_s = self._step, time.time()
         if self._path is None:
             return
-        status = {"state": state, "step": self._step, **self._fixed, **({"by": by} if by else {})}
+        status = {"state": state, "step": self._step, "steps": self.steps, "run_dir": self._run_dir}
+        status |= {"by": by} if by else {}
         if self._job_began is not None:
             gained = self._step - self._first
             status |= {"gained": gained, "start_up_s": round(self._trains_s - self._job_began, 1)}

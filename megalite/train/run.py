@@ -20,7 +20,8 @@ from megalite.checkpoint.run_folder import RunFolder, keep_tokenizer, require_ro
 from megalite.config.files import private_files
 from megalite.config.layout import exchange_of
 from megalite.config.schema import Config
-from megalite.config.settings import as_plain, with_values
+from megalite.config.settings import as_plain, leaves, nested, with_values
+from megalite.config.step_plan import FOLLOW_LENGTH, horizon_of
 from megalite.data.open import OpenedData, TokenFiles, note_changed_files, open_data
 from megalite.errors.problems import Problem, UserError, collect, several, to_stderr
 from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
@@ -41,7 +42,7 @@ from megalite.train.build import (
 from megalite.train.evaluate import prompts_of
 from megalite.train.history import Note, RunLog, StatusFile, View, examine_records
 from megalite.train.loop import Job, record_settings, train
-from megalite.train.saving import Saver, TrainingStoppedError, restore, state_bytes
+from megalite.train.saving import Progress, Saver, TrainingStoppedError, restore, state_bytes
 
 NEWS_S = 1.0  # the signal that ended another rank's start reaches this rank too, which then reports no error
 
@@ -53,6 +54,7 @@ class Companions(NamedTuple):
     prepare: Callable[[Config], TokenFiles]  # makes every token file that is not there yet
     read_weights: ReadWeights  # reads the folder of checkpoint.init_from
     fit: Fit  # chooses the micro-batch size by the memory of the GPUs
+    with_steps: Callable[[Config, OpenedData, Progress], Config]  # what follows from the run's length, once it is known
     look_at_nodes: Callable[[ParallelContext, Path], Sequence[str]]  # for launch.preflight; lines, on rank 0
     say: Note  # prints a line for the user, on rank 0
     open_views: Callable[[Job, Note], Mapping[str, View]]  # by name, on rank 0
@@ -68,7 +70,7 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
         raise UserError(problems)
     run_dir, minutes = Path(config.run_dir), config.train.max_minutes
     status_file = config.launch.status_file if context.rank == 0 else None
-    status = StatusFile(status_file, str(run_dir), config.train.steps, environment.job_began)
+    status = StatusFile(status_file, str(run_dir), environment.job_began)
     hosts = [host for (host,) in context.gather_json([socket.gethostname()])]
     job = Job(config, context, hosts, RunLog(companions.say), status)
     failed = False
@@ -131,9 +133,13 @@ def set_up(job: Job, companions: Companions) -> None:
     """Fill the run on this rank: new, imported, or from the newest checkpoint in its folder, and its records open."""
     context, data, log = job.context, job.data, job.log
     vocabulary = {"model.vocab_size": data.train.vocab_size}
-    config = job.config = derive_device(with_values(job.config, vocabulary), context, companions.fit)
+    config = derive_device(with_values(job.config, vocabulary), context, companions.fit)
+    config = job.config = all_ranks_or_raise(context, lambda: companions.with_steps(config, data, job.progress))
     job.prompts = all_ranks_or_raise(context, lambda: prompts_of(config, data))
-    folder = job.folder = RunFolder(Path(config.run_dir), context, config.resume, as_plain(config), data.fingerprint)
+    by_length = {*config.derived} & {*FOLLOW_LENGTH} if horizon_of(config.train) != "train.steps" else {}
+    asked = {name: value for name, value in leaves(as_plain(config)).items() if name not in by_length}
+    folder = RunFolder(Path(config.run_dir), context, config.resume, nested(asked), data.fingerprint)
+    job.folder = folder
     try:
         notes = [*config.told, *folder.changes, slow_precision(context.dtype, context.device)]
         notes += [*lines_of_scaling(config.model), *lines_of_groups(config)]
@@ -146,13 +152,14 @@ def set_up(job: Job, companions: Companions) -> None:
         job.training = build_training(config, context, log.note)
         if (found := newest(folder.checkpoints, context, log.note)) is not None:
             restore(job, found)
+            job.config = all_ranks_or_raise(context, lambda: companions.with_steps(config, data, job.progress))
         else:
             read = companions.read_weights
             all_ranks_or_raise(context, lambda: fill_with_start_values(job.training.buffers, config, context, read))
         job.begun_step = job.progress.step
         job.evaluated_step, job.finished, job.measured = rank0_broadcast(context, lambda: examine_records(job))
         if not job.finished:
-            if job.progress.step < config.train.steps:
+            if job.progress.step < job.config.train.steps:
                 size = state_bytes(job.training, context)
                 rank0_broadcast(context, lambda: require_room(folder.checkpoints, size))
             record_settings(job)
@@ -168,6 +175,7 @@ def set_up(job: Job, companions: Companions) -> None:
 def open_record(job: Job, companions: Companions) -> None:
     """Open the files that tell of this start; where nothing is left to do, say so."""
     step, context, log, train = job.progress.step, job.context, job.log, job.config.train
+    job.status.steps = train.steps
     all_ranks_or_raise(context, lambda: job.status.write("running", step))
     if job.finished:
         job.status.write("finished")

@@ -9,6 +9,7 @@ from megalite.config.compose import load_config
 from megalite.config.derive import NAME, default_run_name, derive
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, value_of, with_values
+from megalite.config.step_plan import HORIZONS
 from megalite.errors.problems import UserError
 
 OPEN = {  # what the data or the machine decides, or what has no meaning in the default config
@@ -19,7 +20,7 @@ OPEN = {  # what the data or the machine decides, or what has no meaning in the 
     *(f"optimizer.muon.{name}" for name in ("lr", "weight_decay", "steps", "dtype")),
     *("checkpoint.init_from", "launch.status_file"),
     *(f"train.{name}" for name in ("compile", "cuda_graph", "recompute_layers", "sample_prompts", "batch_ramp")),
-    *("train.skip_spikes", "train.rollback_after"),
+    *("train.skip_spikes", "train.rollback_after", *HORIZONS[1:]),
     *("train.max_minutes", "train.fp8", "log.wandb", "log.wandb_entity", "log.wandb_name"),
     *(f"parallel.{name}" for name in ("async_tp", "nccl_options", "cp_alltoall", "microbatch_group_size")),
     *(f"parallel.{name}" for name in ("first_stage_layers", "last_stage_layers", "pipeline_layout")),

@@ -83,7 +83,7 @@ ACCEPTED = [
     ("model=gpt2", "model.num_layers=2"),
     ("model={num_layers: 2, norm: layernorm}",),
     ("++train.steps=5", "+train.steps=6", "+model=gpt2"),
-    ("train.eval_interval=${train.steps}",),
+    ("train.steps=9", "train.eval_interval=${train.steps}"),
     ("model.bias=yes",),
     ("+experiment=shakespeare_char", "data.path=a"),
     ("checkpoint={async: true, keep: 3}",),

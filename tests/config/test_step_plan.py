@@ -6,7 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megalite.config.schema import TrainConfig
-from megalite.config.step_plan import PlannedStep, batch_sizes, planned_steps, ramp_flaw
+from megalite.config.step_plan import (
+    PlannedStep,
+    batch_sizes,
+    known_steps,
+    planned_steps,
+    ramp_flaw,
+    samples_after,
+    steps_to,
+)
 
 
 def plan(train: TrainConfig, steps: int, *, done: int = 0, samples: int = 0) -> list[PlannedStep]:
@@ -46,6 +54,53 @@ def test_a_batch_is_as_large_as_megatrons_at_the_same_sample(train: TrainConfig,
 def test_a_run_that_continues_needs_only_the_samples_consumed(train: TrainConfig, done: int) -> None:
     whole = plan(train, done + 20)
     assert plan(train, 20, done=done, samples=whole[done].first) == whole[done:]
+
+
+def megatron_sizes(train: TrainConfig, steps: int) -> list[int]:
+    """The size of each step, one after the other, in fractions."""
+    from fractions import Fraction
+
+    found, consumed, full = list[int](), 0, train.global_batch_size
+    for _ in range(steps):
+        size = full
+        if train.batch_ramp is not None and consumed < train.batch_ramp[2]:
+            start, increment, samples = train.batch_ramp
+            size = start + int(consumed / Fraction(samples, (full - start) // increment)) * increment
+        found.append(size)
+        consumed += size
+    return found
+
+
+@given(ramps() | st.integers(1, 9).map(lambda size: TrainConfig(global_batch_size=size)), st.integers(0, 3000))
+def test_the_least_number_of_steps_reaches_the_samples(train: TrainConfig, wanted: int) -> None:
+    consumed = steps = 0
+    for size in megatron_sizes(train, 3001):
+        if consumed >= wanted:
+            break
+        consumed, steps = consumed + size, steps + 1
+    assert steps_to(train, wanted) == steps
+    assert samples_after(train, steps) == consumed
+    half, samples = steps // 2, sum(megatron_sizes(train, steps // 2))
+    assert steps_to(train, wanted, done=half, samples=samples) == steps
+    assert samples_after(train, steps, done=half, samples=samples) == consumed
+    assert steps_to(train, 0, done=half, samples=samples) == half, "what is done is done"
+
+
+def test_the_steps_of_a_run_are_counted_at_any_length() -> None:
+    train = TrainConfig(global_batch_size=1024, seq_length=4096, batch_ramp=[32, 32, 10**7])
+    grown = steps_to(train, 10**7)
+    assert steps_to(train, 10**15) == grown + -(-(10**15 - samples_after(train, grown)) // 1024)
+
+
+def test_tokens_are_whole_sequences_and_steps() -> None:
+    for tokens, steps in ((1, 1), (64, 1), (65, 2), (640, 10), (641, 11)):
+        assert known_steps(TrainConfig(global_batch_size=4, seq_length=16, tokens=tokens)) == steps
+    skipping = TrainConfig(global_batch_size=4, seq_length=16, tokens=640, skip_steps=[2, 3])
+    assert known_steps(skipping) == 10, "a step that is passed over consumes its samples"
+    assert known_steps(TrainConfig()) == 200
+    assert known_steps(TrainConfig(steps=0)) == 0
+    others = (TrainConfig(tokens_per_parameter=1.0), TrainConfig(flops=1.0), TrainConfig(epochs=1.0))
+    assert [known_steps(train) for train in others] == [None] * 3
 
 
 def test_a_step_that_is_passed_over_consumes_its_samples() -> None:

@@ -39,7 +39,7 @@ def test_tokens_count_what_each_step_trains_on(text: Path, tmp_path: Path, capsy
         size = SIZES[record["step"] - 1]
         assert record["tokens_per_s"] * record["step_time_s"] == pytest.approx(16 * size)
     printed = capsys.readouterr().out
-    assert f"{16 * sum(SIZES):,} tokens in 12 steps" in printed
+    assert f"12 steps: {16 * sum(SIZES):,} tokens, " in printed
     assert "growing from 2 sequences by 2" in printed
     assert all(f"step {step}, skipped on request" in printed for step in SKIPPED)
 

@@ -61,7 +61,7 @@ def test_a_run_that_breaks_off_has_failed(text: Path, tmp_path: Path, monkeypatc
 
 def test_a_batch_script_that_says_when_its_job_began_learns_what_the_start_has_gained(tmp_path: Path) -> None:
     for began in (None, int(time.time()) - 100):
-        status = StatusFile(str(tmp_path / "status"), str(tmp_path / "run"), 10, began)
+        status = StatusFile(str(tmp_path / "status"), str(tmp_path / "run"), began, steps=10)
         status.write("running", 3)
         status.write("stopped", 7)
         found = told(tmp_path)
