@@ -26,8 +26,8 @@ FLOORS = [
 ]
 # Lines of .py files; docstrings, comments and blank lines count. A change that needs more raises a number and says why.
 BUDGET = {
-    "the package": 21_900,
-    "what train.run imports": 14_140,  # imports inside of functions included
+    "the package": 22_970,
+    "what train.run imports": 14_910,  # imports inside of functions included
     "a file": 400,
     "a function": 60,
 }

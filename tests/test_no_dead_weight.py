@@ -114,6 +114,7 @@ CALLED_FROM_OUTSIDE = {
     *("readinto", "seekable", "writable"),  # io.RawIOBase
     *("emit", "handleError"),  # logging.Handler
     "find_class",  # pickle.Unpickler
+    *("do_GET", "log_message"),  # http.server
     "construct_mapping",  # yaml.SafeLoader
     "manipulate_search_path",  # Hydra's SearchPathPlugin
 }

@@ -70,6 +70,10 @@ def check(argv: list[str]) -> tuple[Config, ProcessEnvironment]:
     if environment is not None and config is not None:
         problems += fits_this_machine(config, environment.world_size, environment.local_world_size)
         problems += problems_of_groups(config)
+        if environment.rank == 0 and (port := config.log.metrics_port):
+            from megalite.observe.prometheus import Server
+
+            collect(lambda: Server(port).server_close(), problems)
     if environment is None or config is None or problems:
         raise UserError(problems)
     die_with_launcher(environment.launcher)  # during the imports, too: ranks without it wait for nobody
@@ -83,6 +87,7 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
     from megalite.hf.saved_model import import_model
     from megalite.launch.preflight import preflight, table
     from megalite.observe.about import open_views, start_fields
+    from megalite.observe.alerts import send_stall
     from megalite.observe.terminal import Terminal
     from megalite.plan.gpu_memory import fit_micro_batch
     from megalite.plan.horizon import with_steps
@@ -98,6 +103,7 @@ def train_rank(config: Config, environment: ProcessEnvironment) -> int:
         with_steps=with_steps,
         look_at_nodes=lambda context, folder: table(preflight(context, folder)),
         say=terminal.print,
+        alert=lambda job, message: send_stall(job.config, job.begun_step, message),
         open_views=lambda job, note: open_views(job, terminal, note),
         about=start_fields,
     )

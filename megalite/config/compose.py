@@ -29,14 +29,14 @@ from megalite.config.rule import example, outside
 from megalite.config.rules import check, unused
 from megalite.config.schema import Config
 from megalite.config.settings import DERIVED, EXPERIMENT, GROUPS, SETTINGS, leaves, nested, with_values, yaml_value
-from megalite.config.step_plan import HORIZONS
+from megalite.config.step_plan import HORIZONS, IN_TOKENS
 from megalite.errors.problems import NO_VALUE, Problem, UserError, collect, refuse
 
 OF_ONE_START = ("run_dir", "resume", "launch.preflight", "launch.status_file", "train.max_minutes")
 _VARIABLE = re.compile(r"oc\.env\s*:\s*['\"]?([^,}\s'\"]+)")
 
 # Settings of which each says the same in another way: one that is given replaces what others had from elsewhere.
-ALTERNATIVES = (HORIZONS,)
+ALTERNATIVES = (HORIZONS, *IN_TOKENS.items())
 DEFAULTS = {name: setting.default for name, setting in SETTINGS.items()}
 Values = Mapping[str, Any]  # by the names of settings
 

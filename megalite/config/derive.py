@@ -20,7 +20,7 @@ from megalite.config.layout import dense_ranks
 from megalite.config.schedule_request import CHUNKED, SPLITTING, ScheduleRequest
 from megalite.config.schema import Config, ModelConfig, MoEConfig, ParallelConfig
 from megalite.config.settings import OPEN, SETTINGS, value_of, with_values
-from megalite.config.step_plan import batch_sizes, known_steps
+from megalite.config.step_plan import batch_sizes, known_steps, warmup_and_decay
 from megalite.errors.problems import plain
 
 USUAL = 8  # sequences of a microbatch, at most, where no memory is measured
@@ -45,6 +45,7 @@ TRAINING = {
 LATER_ONES = (
     *("optimizer.name", "optimizer.groups", "optimizer.ema_", "optimizer.muon.", "optimizer.qk_clip"),
     *("model.mup_base_", "optimizer.weight_decay_schedule", "optimizer.cautious", "lr.table"),
+    *("lr.warmup_tokens", "lr.decay_tokens"),
 )
 LATER = {name for name in SETTINGS if name.startswith(LATER_ONES)}
 
@@ -69,9 +70,9 @@ def derive(config: Config, world_size: int = 1) -> Config:
 
 def derive_lengths(config: Config, steps: int) -> Config:
     """A copy of a derived config with this number of steps, and what follows from it."""
-    values = {"lr.warmup_steps": min(100, steps // 10), "lr.decay_steps": steps // 5}
-    follow = {name: value for name, value in values.items() if name in config.derived}
-    return with_values(config, {"train.steps": steps} | follow)
+    warmup, decay = warmup_and_decay(config, steps)
+    warmup, decay = (min(100, steps // 10) if warmup is None else warmup), (steps // 5 if decay is None else decay)
+    return with_values(config, {"train.steps": steps, "lr.warmup_steps": warmup, "lr.decay_steps": decay})
 
 
 def derive_sizes(config: Config) -> Config:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from megalite.config.derive import BUILT_IN_TOKENIZERS, looks_like_path, run_dir_of
 from megalite.config.files import OWN, STATUS, absolute, output_problems, run_dir_problems
@@ -19,6 +20,8 @@ from megalite.errors.problems import NO_VALUE, Problem, UserError
 OLDEST_TORCH = (2, 11)  # as in pyproject.toml
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 WANDB_MODES = {"online": "online", "run": "online", "offline": "offline", "dryrun": "offline", "disabled": "disabled"}
+ALERTS = "MEGALITE_ALERT_COMMAND"  # in the place of log.alert_command
+WEBHOOK = re.compile(r"https?://", re.IGNORECASE)
 WANDB_PROJECT = re.compile(r"(?=.*\S)[^/\\#?%:]{1,128}")
 
 
@@ -103,8 +106,8 @@ def trackers_can_be_used(config: Config) -> Iterator[Problem]:
     if variable and not (log.wandb or mode):
         remedy = "WANDB_MODE=online, offline or disabled, or leave it out"
         yield Problem("WANDB_MODE", variable, "is not a mode in which one process can write a run", remedy)
-    asked = {"wandb": mode not in (None, "disabled"), "tensorboard": log.tensorboard}
-    for package, off in (("wandb", "disabled"), ("tensorboard", "false")):
+    asked = {"wandb": mode not in (None, "disabled"), "tensorboard": log.tensorboard, "trackio": log.trackio}
+    for package, off in (("wandb", "disabled"), ("tensorboard", "false"), ("trackio", "false")):
         if asked[package] and not is_installed(package):
             rule, remedy = f"the package {package} is not installed", f"pip install {package}, or log.{package}={off}"
             yield Problem(f"log.{package}", NO_VALUE, rule, remedy, here=True)
@@ -113,7 +116,43 @@ def trackers_can_be_used(config: Config) -> Iterator[Problem]:
         yield Problem("log.wandb_project", log.wandb_project, rule, "log.wandb_project=megalite")
 
 
+def store_can_be_used(config: Config) -> Iterator[Problem]:
+    """Whether it answers, rank 0 asks it at the start (checkpoint/remote.py)."""
+    name, url = "checkpoint.remote", config.checkpoint.remote
+    if url is None:
+        return
+    from fsspec.registry import available_protocols, known_implementations  # type: ignore[import-untyped]  # 0.2 s
+
+    known, (protocol, mark, place) = available_protocols(), url.partition("://")
+    if not mark or not place.strip("/") or protocol not in known:
+        rule = f"is not PROTOCOL://PLACE with a protocol of fsspec, which knows {', '.join(known)}"
+        yield Problem(name, url, rule, f"{name}=s3://BUCKET/runs/mine, or gs://, az://, hf://, file:///mnt/disk/mine")
+    elif re.match(r"[^/@]*:[^/@]*@", place):
+        rule = "names a password, and settings are recorded and uploaded"
+        yield Problem(
+            name, "", rule, f"{name}={protocol}://PLACE, with credentials in variables or fsspec's config files"
+        )
+    elif not is_installed(package := known_implementations[protocol]["class"].partition(".")[0]):
+        rule, remedy = f"the package {package} is not installed", f"pip install {package}, or {name}=null"
+        yield Problem(name, url, rule, remedy, here=True)
+
+
+def alerts_can_be_sent(config: Config) -> Iterator[Problem]:
+    """The address of a webhook is its password, and commands and config.yaml are read by others."""
+    variable, hidden = os.environ.get(ALERTS, ""), "(not shown)"
+    if WEBHOOK.match(config.log.alert_command or ""):
+        rule, remedy = "a webhook's address is a secret", f"export {ALERTS}=ADDRESS instead: it is recorded nowhere"
+        yield Problem("log.alert_command", hidden, rule, remedy)
+    try:
+        parts = urlsplit(variable) if WEBHOOK.match(variable) else None
+        if parts and (not parts.hostname or parts.port == 0 or not variable.isascii() or re.search(r"\s", variable)):
+            raise ValueError
+    except ValueError:
+        remedy = f"{ALERTS}=https://HOST/PATH, or a shell command"
+        yield Problem(ALERTS, hidden, "is no address of a webhook", remedy, here=True)
+
+
 MACHINE_RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     *(torch_is_new_enough, tokenizer_exists, places_can_be_used),
-    *(data_is_not_written_over, status_file_is_free, trackers_can_be_used),
+    *(data_is_not_written_over, status_file_is_free, trackers_can_be_used, alerts_can_be_sent, store_can_be_used),
 )

@@ -52,6 +52,7 @@ SECRET_VALUE = re.compile(
     r"|xox[a-z]-[\w-]{10,}|A[KS]IA[0-9A-Z]{12,}|AIza[\w-]{30,}|ya29\.[\w-]{20,}"  # Slack, AWS, Google
     r"|eyJ[\w-]{8,}\.eyJ[\w-]{8,})"  # JSON web token
     r"|://[^/\s:@]+:[^/\s@]+@"  # user:password in an address
+    r"|hooks\.slack\.com/\w|discord(?:app)?\.com/api/webhooks/|\.webhook\.office\.com/"  # addresses of webhooks
     r"|(?:^|[=\[,:\s'\"])[0-9a-fA-F]{40}(?:$|[\],\s'\"}])"  # W&B, old form
 )
 FOREIGN_WORDS = {  # what the same is called in nanoGPT, Megatron-LM and transformers

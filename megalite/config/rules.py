@@ -9,18 +9,18 @@ from collections.abc import Collection, Iterator, Set
 from ctypes import c_float
 from dataclasses import replace
 from itertools import islice
-from math import inf
 from typing import Any
 
 from megalite.config import layout
 from megalite.config.clashes import NO_EFFECT, clashes, full_name
 from megalite.config.derive import NAME, schedule_request
+from megalite.config.length_rules import LENGTH_RULES, a_run_has_one_length, warms_up
 from megalite.config.machine_rules import MACHINE_RULES
-from megalite.config.rule import SHAPES, Case, Found, Rule, broken, outside, problems_of, routes, speaks_of
+from megalite.config.rule import Case, Found, Rule, broken, outside, problems_of, routes, speaks_of
 from megalite.config.schedule_request import CHUNKED, ScheduleRequest
-from megalite.config.schema import MOST_STEPS, Config
+from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS
-from megalite.config.step_plan import HORIZONS, batch_sizes, horizon_of, ramp_flaw
+from megalite.config.step_plan import batch_sizes, ramp_flaw
 from megalite.errors.problems import Problem
 from megalite.layout.ranks import DENSE_AXES, EXPERT_AXES, EXPERT_NAME, strides_of
 from megalite.layout.stages import stage_counts
@@ -55,8 +55,8 @@ OF_EXPERTS: list[Inert] = [(EXPERTS, 1, " ".join({name for name in SETTINGS if "
 # The same where a run says that they do nothing, and goes on: their switch is turned for a try and back.
 UNUSED: list[Inert] = [
     ("tokenizer", "bpe", "bpe_vocab_size"),
-    ("lr.schedule", "wsd", "decay_steps"),
-    ("lr.schedule", {"constant", "linear", "cosine", "wsd"}, "warmup_steps min_lr"),
+    ("lr.schedule", "wsd", "decay_steps decay_tokens"),
+    ("lr.schedule", {"constant", "linear", "cosine", "wsd"}, "warmup_steps warmup_tokens min_lr"),
     ("position", "rope", "rope_theta"),
     ("position", "learned", "max_positions"),
     ("sample_tokens", 1, "sample_interval sample_prompts"),
@@ -130,11 +130,6 @@ def heads_and_positions_fit(case: Case) -> Iterator[Found]:
     yield scaling == "yarn" and twice, names, "the factor is given by this together with {1}, or by {2} alone"
 
 
-def _warms_up(case: Case) -> bool:
-    """Whether the schedule has a warm-up and a least rate: all have but a table."""
-    return bool(case.config.lr.schedule != "table")
-
-
 def _scaling(case: Case) -> str | None:
     """How rotary positions are scaled; None where they are not."""
     model = case.config.model
@@ -190,33 +185,6 @@ def kernels_can_run(case: Case) -> Iterator[Found]:
     uneven = config.train.fp8_weight_gradients and config.train.seq_length // config.parallel.cp % 16
     yield uneven, "fp8_weight_gradients seq_length cp", "takes ranks with a multiple of 16 tokens, not {1} over {2}"
     yield unfit and splits, f"fp8 tp head_size model.hidden_size model.ffn_hidden_size {16 * heads} {16 * tp}", rule
-
-
-def steps_are_steps_of_the_run(case: Case) -> Iterator[Found]:
-    train, lr = case.config.train, case.config.lr
-    warmup, idle = lr.warmup_steps or 0, {*train.profile_steps} & {*train.skip_steps}
-    steps, horizon = case.value("train.steps"), horizon_of(train)
-    known = inf if steps is None else steps  # unknown: judged again once model and data are known
-    last = "{1}" if horizon == "train.steps" or steps is None else f"{known}, the steps of {{1}}"
-    late = lr.schedule == "wsd" and warmup <= known < warmup + (lr.decay_steps or 0)
-    bare = lr.schedule == "table" and not lr.table
-    yield bare, "lr.table lr.schedule", f"must be given with {{1}}, like {SHAPES['lr.table'][1]}"
-    yield _warms_up(case) and warmup > known, f"warmup_steps {horizon} {known}", f"above {last}"
-    yield late, f"decay_steps warmup_steps {horizon}", "with {1} it is longer than the run, {2}"
-    for name, listed in (("skip_steps", train.skip_steps), ("profile_steps", train.profile_steps)):
-        beyond = [step for step in listed if not 1 <= step <= known]
-        rule = f"must be from 1 to {last}, and {beyond} are not"
-        yield beyond, f"{name} {horizon} {max(listed, default=1)}", rule
-    yield idle, "profile_steps skip_steps", "{1} passes over some of them: there is nothing to record"
-
-
-def a_run_has_one_length(case: Case) -> Iterator[Found]:
-    first, *others = [name for name in HORIZONS if case.given(name) is not None] or ["train.steps"]
-    for other in others:
-        yield True, f"{other} {first}", "contradicts {1}: one of them says how long the run is"
-    steps = case.value("train.steps") or 0
-    rule = f"takes {steps:,} steps, more than {MOST_STEPS:,}"
-    yield steps > MOST_STEPS, f"{first} global_batch_size seq_length", rule
 
 
 def numbers_are_held_as_asked(case: Case) -> Iterator[Found]:
@@ -377,7 +345,6 @@ LAYOUT_RULES: tuple[Rule, ...] = (
 EXPERT_RULES: tuple[Rule, ...] = (("num_experts", "not a multiple of", "ep"),)
 STAGE_RULES: tuple[Rule, ...] = (stages_hold_all_layers,)
 SCHEDULE_RULES: tuple[Rule, ...] = (batches_suit_ranks_and_schedule,)
-LENGTH_RULES: tuple[Rule, ...] = (steps_are_steps_of_the_run,)
 RULES: tuple[Rule, ...] = (
     ("num_key_value_heads", "does not divide", "num_attention_heads"),
     ("rope_high_frequency_factor", "not above", "rope_low_frequency_factor", lambda case: _scaling(case) == "llama3"),
@@ -388,7 +355,7 @@ RULES: tuple[Rule, ...] = (
     ("top_k", "not a multiple of", "top_k_groups", routes),
     ("moe.ffn_hidden_size", "not a multiple of", "etp", routes),
     ("recompute_layers", "above", "num_layers"),
-    ("min_lr", "above", "optimizer.lr", _warms_up),
+    ("min_lr", "above", "optimizer.lr", warms_up),
     ("min_loss_scale", "above", "initial_loss_scale", lambda case: case.config.precision == "fp16"),
     ("num_attention_heads", "not a multiple of", "tp"),
     ("vocab_multiple", "below", "tp"),  # a small vocabulary, padded to it, might leave a rank without rows

@@ -164,6 +164,9 @@ class TrainConfig:
     seq_length: int = setting(256, "tokens per sequence", at_least=1)
     log_interval: int = setting(1, "steps between two lines of metrics.jsonl and of the terminal", at_least=1)
     eval_interval: int = setting(100, "steps between evaluations; 0: none", at_least=0)
+    eval_interval_tokens: int | None = setting(
+        None, "evaluate after a step by which the run passes a multiple of so many tokens", at_least=1, at_most=10**18
+    )
     eval_batches: int = setting(8, "global batches of one evaluation, always the same", at_least=1, at_most=MOST)
     label_smoothing: float = setting(0.0, "share of each label spread over the vocabulary", at_least=0, below=1)
     z_loss: float = setting(0.0, "coefficient of the squared log of the softmax's denominator in the loss", at_least=0)
@@ -268,8 +271,10 @@ class LearningRateConfig:
 
     schedule: str = setting("cosine", "shape after the warm-up", choices="constant|linear|cosine|wsd|table")
     warmup_steps: int = setting(None, "steps of linear warm-up; null: min(100, train.steps / 10)", at_least=0)
+    warmup_tokens: int | None = setting(None, "tokens of the warm-up, in place of steps", at_least=0, at_most=10**18)
     min_lr: float = setting(None, "learning rate at the last step; null: a tenth of optimizer.lr", at_least=0)
     decay_steps: int = setting(None, "wsd: steps of the final decay; null: a fifth of train.steps", at_least=0)
+    decay_tokens: int | None = setting(None, "wsd: tokens of that decay, in place of steps", at_least=0, at_most=10**18)
     table: list[list[float]] = setting([], "table: [share of the steps, factor of optimizer.lr] each, warm-up included")
 
 
@@ -298,8 +303,14 @@ class CheckpointConfig:
     """When training state is written, and what a run starts from."""
 
     interval: int = setting(100, "steps between checkpoints; 0: only at the end or when stopped", at_least=0)
+    interval_tokens: int | None = setting(
+        None, "save after a step by which the run passes a multiple of so many tokens", at_least=1, at_most=10**18
+    )
     keep: int = setting(2, "newest checkpoints that are kept, and the newest known to be good", at_least=1)
     asynchronous: bool = setting(None, "true: steps wait only for a copy to host memory; null: on CUDA", name="async")
+    remote: str | None = setting(
+        None, "where checkpoints are uploaded, like s3://bucket/runs/mine (docs/checkpoints.md)"
+    )
     init_from: str | None = setting(None, "folder of a transformers model to start from (docs/huggingface.md)")
 
 
@@ -312,7 +323,14 @@ class LogConfig:
     wandb_entity: str | None = setting(None, "user or team that the project belongs to; null: the key's own")
     wandb_name: str | None = setting(None, "name of the run there; null: run_name")
     tensorboard: bool = setting(False, "event files for TensorBoard in the run folder's tensorboard/")
+    trackio: bool = setting(False, "on this machine for trackio, or where its own variables say")
+    trackio_project: str = setting("megalite", "project that the run appears in there")
     update_sizes: bool = setting(False, "sizes of updates and weights by layer and group in each line of metrics.jsonl")
+    alert_command: str | None = setting(None, "shell command that hears what should wake somebody (docs/logging.md)")
+    alert_minutes: float = setting(10.0, "least minutes between two alerts of one kind", at_least=0)
+    metrics_port: int | None = setting(
+        None, "port of localhost where Prometheus reads the newest numbers; 0: a free one", at_least=0, at_most=65535
+    )
     report_interval_s: float = setting(30.0, "least seconds between two report.html; 0: only at the end", at_least=0)
 
 

@@ -15,6 +15,12 @@ MOST_SIZES = 10_000
 HORIZONS = ("train.steps", *(f"train.{name}" for name in ("tokens", "tokens_per_parameter", "flops", "epochs")))
 FOLLOW_LENGTH = ("train.steps", "lr.warmup_steps", "lr.decay_steps")  # from what a run has consumed, where it goes on
 USUAL_STEPS = 200
+IN_TOKENS = {  # the same in steps and in tokens
+    "lr.warmup_steps": "lr.warmup_tokens",
+    "lr.decay_steps": "lr.decay_tokens",
+    "train.eval_interval": "train.eval_interval_tokens",
+    "checkpoint.interval": "checkpoint.interval_tokens",
+}
 
 
 def batch_sizes(train: TrainConfig) -> range:
@@ -90,6 +96,37 @@ def samples_after(train: TrainConfig, steps: int, *, done: int = 0, samples: int
         if number is None or steps - before <= number:
             return first + max(0, steps - before) * sequences
     raise AssertionError("the last steps do not end")
+
+
+def warmup_and_decay(config: Config, steps: int) -> tuple[int | None, int | None]:
+    """Steps of the warm-up and of the final decay as they are given: the least number of first and of last ones that
+    consume the tokens (more than all, where all do not), or the settings in steps; None: neither is given."""
+    train, lr, length = config.train, config.lr, config.train.seq_length
+    warmup = None if "lr.warmup_steps" in config.derived else lr.warmup_steps
+    decay = None if "lr.decay_steps" in config.derived else lr.decay_steps
+    if lr.warmup_tokens is not None:
+        warmup = steps_to(train, -(-lr.warmup_tokens // length))
+    if lr.decay_tokens is not None:
+        before = samples_after(train, steps) + -lr.decay_tokens // length
+        decay = steps + 1 if before < 0 else steps + 1 - steps_to(train, before + 1)
+    return warmup, decay
+
+
+def due_after(planned: PlannedStep, train: TrainConfig, steps: int, tokens: int | None) -> bool:
+    """Whether something is due after a step: every so many steps (0: never), or where tokens are given, if the run
+    passes a multiple of them by it."""
+    if tokens is None:
+        return steps > 0 and planned.step % steps == 0
+    before, after = planned.first * train.seq_length, (planned.first + planned.sequences) * train.seq_length
+    return after // tokens > before // tokens
+
+
+def newest_step(train: TrainConfig, step: int, samples: int) -> PlannedStep:
+    """The step by which a run has come to so many samples: sizes grow with the first sample, so that one alone fits."""
+    sizes = batch_sizes(train)
+    before = (next(planned_steps(train, done=step - 1, samples=samples - size)) for size in sizes if size <= samples)
+    full = PlannedStep(step, max(0, samples - sizes[-1]), min(samples, sizes[-1]), False)
+    return next((planned for planned in before if planned.first + planned.sequences == samples), full)
 
 
 def horizon_of(train: TrainConfig) -> str:

@@ -30,6 +30,7 @@ from megalite.launch.context import ParallelContext, answers, listed, pauses
 REPORT_S = 20.0  # from the end of the patience until the process ends, at most
 ROLL_S = 5.0  # of these for the words of all ranks
 WRITE_S = 2.0  # and for a report, whose disk may hang, too
+ALERT_S = 5.0  # for the user's alert, which begins before the report
 LOOK_S = 2.0  # between two looks for a roll call, at most
 READ_S = 1.0  # for the others to read a verdict, where the store lives in rank 0
 CAUSE_S = 3.0  # for the words of all ranks after a failure
@@ -56,12 +57,19 @@ class Doing(NamedTuple):
 
 class Watchdog:
     """Context manager: meanwhile the calling thread must make progress, which `doing` tells at each look; in a world of
-    one nobody watches. The report goes to stderr and into `folder`. `hosts`: where each rank runs."""
+    one nobody watches. The report goes to stderr and into `folder`, its first line to `alert`. `hosts`: where each rank
+    runs."""
 
     def __init__(
-        self, context: ParallelContext, doing: Callable[[], Doing], folder: Path, hosts: Sequence[str]
+        self,
+        context: ParallelContext,
+        doing: Callable[[], Doing],
+        folder: Path,
+        hosts: Sequence[str],
+        alert: Callable[[str], object] = lambda first: None,
     ) -> None:
         self.doing, self._context, self._folder, self._hosts = doing, context, folder, hosts
+        self._alert, self._alerting = alert, threading.Thread()
         self._watched, self._over = threading.get_ident(), threading.Event()
         self._idle_s, self._excused_s = 0.0, 0.0  # since the last progress; of that, excused by a verdict
         targets = [] if context.store is None else [self._watch, self._answer_calls]
@@ -91,6 +99,8 @@ class Watchdog:
             before, looked = at, now
             if self._idle_s > self._excused_s + at.timeout_s + REPORT_S:
                 met = f"the place where the ranks met (rank 0 on {self._hosts[0]}, or its torchrun)"
+                if self._hosts[self._context.rank] in self._hosts[self._context.rank + 1 :]:
+                    self._alert = lambda first: None  # each host's last rank does: all report
                 self._report(f"{met} does not answer", {self._context.rank: self._word()})
                 self._exit()
 
@@ -151,6 +161,8 @@ class Watchdog:
         """Write it to stderr, then all of it into a file, unless one of them hangs; its first line."""
         setting, timeout_s = self.doing()[2:4]
         first = f"no progress within {setting} ({timeout_s:g} s); {finding}"
+        self._alerting = threading.Thread(target=self._alert, args=[first], daemon=True)
+        self._alerting.start()
         path = self._folder / f"hang-{time.strftime('%Y%m%d-%H%M%S')}-rank-{self._context.rank}.json"
 
         def write() -> None:
@@ -166,6 +178,8 @@ class Watchdog:
         return first
 
     def _exit(self) -> None:
+        if self._alerting.ident is not None:
+            self._alerting.join(ALERT_S)
         if not self._over.is_set():  # else it went on at the last moment
             os._exit(1)  # the main thread will not
 

@@ -58,6 +58,10 @@ def compile_options(tp: TensorGroup | None, *, async_tp: bool) -> dict[str, Any]
     return OVERLAPPED | ({"_micro_pipeline_tp": True} if async_tp else {})
 
 
+def unseen(part: str, x: Tensor) -> None:
+    """Nobody looks at what a part has computed."""
+
+
 class GPT(nn.Module):
     """One stage of the model, by default all of it. `config` is resolved.
 
@@ -121,6 +125,7 @@ class GPT(nn.Module):
             frequencies = rotary_frequencies(model).to(device, statistics_dtype(dtype))
             self.register_buffer("frequencies", frequencies, persistent=False)
         self.before_use: Callable[[str], None] = lambda part: None  # called before parameters of a part are read
+        self.after_part: Callable[[str, Tensor], None] = unseen  # called with what a part of forward has computed
         for block in self._blocks() if self.compiled else ():
             block.compile_parts(compile_options(tp, async_tp=bool(config.parallel.async_tp)))
 
@@ -156,11 +161,13 @@ class GPT(nn.Module):
         assert (received is None) == self.embeds, "a stage takes tokens or what the stage before sent"
         keys = self._dropout_keys(batch)
         x = self._embed(batch, keys) if received is None else received
+        self.after_part("embedding" if received is None else "received", x)
         if self.blocks:
             x = self._run_blocks(x, batch, keys, scale)
         if self.has_loss:
             self.before_use("final_norm")
             x = self.final_norm(x)
+            self.after_part("final_norm", x)
         return x
 
     def loss(self, batch: Batch, scale: Tensor, received: Tensor | None = None) -> Tensor:
@@ -175,7 +182,7 @@ class GPT(nn.Module):
             return hidden
         head = self._head()  # only now: it waits for the all-gather of its weight
         extras = (self.label_smoothing, self.z_loss) if self.training else (0.0, 0.0)
-        return linear_cross_entropy(
+        loss = linear_cross_entropy(
             hidden.flatten(0, 1),  # [s * b, h] or [s/t * b, h]
             head.weight,
             batch.labels.t().flatten(),
@@ -188,6 +195,8 @@ class GPT(nn.Module):
             compile=self.compiled,
             note=partial(self._add_by_source, batch),
         )
+        self.after_part("loss", loss)
+        return loss
 
     def _add_by_source(self, batch: Batch, losses: Tensor) -> None:
         """Count the losses [s * b] of a microbatch of a blend, and its unmasked tokens."""
@@ -264,6 +273,7 @@ class GPT(nn.Module):
                 x = checkpoint(block, x, inputs, use_reentrant=False, preserve_rng_state=False)
             else:
                 x = block(x, inputs)
+            self.after_part(f"blocks.{name}", x)
         if shared.routing and self.training and torch.is_grad_enabled():
             self._own_metrics += torch.stack(shared.routing)
         return x

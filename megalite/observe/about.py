@@ -20,6 +20,8 @@ from megalite.launch.device import PRECISIONS
 from megalite.launch.environment import launch_command, read_environment
 from megalite.layout.ranks import header_lines
 from megalite.model.flops import active_parameters, flops_per_token, parameter_count
+from megalite.observe.alerts import open_alerts
+from megalite.observe.prometheus import Prometheus
 from megalite.observe.report.page import REPORT, live_report
 from megalite.observe.run_data import read_run
 from megalite.observe.terminal import Terminal
@@ -34,11 +36,14 @@ PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "hydra-core", "nu
 
 def open_views(job: Job, terminal: Terminal, note: Note) -> dict[str, View]:
     """The views on rank 0. The terminal is the last: its summary stands below what the others have to say."""
-    run = read_run(job.folder.path)
+    run, alerts = read_run(job.folder.path), open_alerts(job.config, note)
     trackers = open_trackers(job.config, job.folder.path, job.progress.step, note)
     terminal.follow(run, f"{job.config.model.name} on {job.config.data.source}")
     report = live_report(run, job.config.log.report_interval_s)
-    return {REPORT.usual: report, "trackers": trackers.add, "terminal": terminal.add}
+    views: dict[str, View] = {REPORT.usual: report, "alerts": alerts.add, "trackers": trackers.add}
+    if (port := job.config.log.metrics_port) is not None:
+        views["prometheus"] = Prometheus(run, job.config.run_name, port, note).add
+    return views | {"terminal": terminal.add}
 
 
 def start_fields(job: Job) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The trackers of a run: where it is shown beside the run folder, in TensorBoard and at Weights and Biases.
+"""The trackers of a run: where it is shown beside the run folder, in TensorBoard, trackio and Weights and Biases.
 
 One thread opens them and passes records on, so that a slow or failing tracker never holds training up. It starts with
 the first record of metrics: an import or a network does not delay the first step. Records keep the names that they have
@@ -14,8 +14,9 @@ import os
 import secrets
 import shlex
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from queue import SimpleQueue
 from textwrap import indent
@@ -47,10 +48,15 @@ VARIABLES = {  # of wandb, unless the user has set them
 
 class Trackers:
     """Passes every record on to all trackers of a run: `add` is a view (train/history.py). The first failure of a
-    tracker is a note to the user."""
+    tracker is a note to the user. With `wanted` only records that it wants; the first opens the trackers at once."""
 
-    def __init__(self, openers: Mapping[str, Callable[[], Tracker | None]], note: Note) -> None:
-        self._openers, self._note = openers, note
+    def __init__(
+        self,
+        openers: Mapping[str, Callable[[], Tracker | None]],
+        note: Note,
+        wanted: Callable[[Record], bool] | None = None,
+    ) -> None:
+        self._openers, self._note, self._wanted = openers, note, wanted
         self._open: dict[str, Tracker] = {}
         self._failed: set[str] = set()  # trackers that the user was told of
         self._queue: SimpleQueue[Record] = SimpleQueue()
@@ -58,9 +64,9 @@ class Trackers:
 
     def add(self, record: Record) -> None:
         """Pass a record on. At the end of the run, wait for the trackers to finish."""
-        if not self._openers:
+        if not self._openers or not (self._wanted is None or self._wanted(record)):
             return
-        if self._thread.ident is None and "kind" not in record:
+        if self._thread.ident is None and (self._wanted or "kind" not in record):
             self._thread.start()
         self._queue.put(record)
         if record.get("kind") in ENDS and self._thread.ident is not None:
@@ -100,6 +106,8 @@ def open_trackers(config: Config, folder: Path, step: int, note: Note) -> Tracke
     openers, mode = dict[str, Callable[[], Tracker | None]](), asked_mode(config.log.wandb, os.environ)
     if config.log.tensorboard:
         openers["tensorboard"] = partial(open_tensorboard, folder, step)
+    if config.log.trackio:
+        openers["trackio"] = partial(open_trackio, config)
     netrc = os.path.expanduser(os.environ.get("NETRC") or "~/.netrc")  # wandb may find a key there
     has_key = bool(os.environ.get("WANDB_API_KEY")) or os.path.exists(netrc)
     if mode is None and not (has_key and is_installed("wandb")):
@@ -124,6 +132,25 @@ def open_tensorboard(folder: Path, step: int) -> Tracker:
             writer.add_scalar(name, value, record["step"])
         if record.get("kind") in ENDS:
             writer.close()
+
+    return show, ""
+
+
+def open_trackio(config: Config) -> Tracker:
+    """The run in trackio's own folder, or where its variables say (log.trackio); all starts are one run, by its name.
+    What it prints is left out: the notes of this file say what matters."""
+    import trackio
+
+    of: dict[str, Any] = {"project": config.log.trackio_project, "name": config.run_name, "config": as_plain(config)}
+    with redirect_stdout(StringIO()):
+        run = trackio.init(**of, resume="allow", embed=False, auto_log_gpu=False, auto_log_cpu=False)
+
+    def show(record: Record) -> None:
+        if values := flat_values(record):
+            run.log(values, step=record["step"])
+        if record.get("kind") in ENDS:
+            with redirect_stdout(StringIO()):
+                trackio.finish()
 
     return show, ""
 

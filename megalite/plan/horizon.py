@@ -9,8 +9,8 @@ from fractions import Fraction
 from math import ceil
 
 from megalite.config.derive import derive_lengths
+from megalite.config.length_rules import LENGTH_RULES
 from megalite.config.rule import Case, example, problems_of
-from megalite.config.rules import LENGTH_RULES
 from megalite.config.schema import MOST_STEPS, Config
 from megalite.config.settings import SETTINGS, value_of
 from megalite.config.step_plan import horizon_of, steps_to

@@ -10,13 +10,15 @@ step may stand in it more than once, and of two samples of one step and prompt t
 The kinds, and what else they tell:
 
     start, resume                how and where the run was started: command, versions, layout, hosts
-    skipped                      a step whose loss or gradient was not finite
+    skipped                      a step whose loss or gradient was not finite; arose_in, ranks (origin.py)
     spike                        a step that train.skip_spikes did not apply
     rolled_back                  checkpoint: its step; message: which steps and samples are passed over
     skipped_on_request           a step of train.skip_steps
     empty                        a step of whose batch no token enters the loss
     checkpoint                   bytes, seconds, and stall_s of them without training
     checkpoint_failed            message
+    uploaded                     bytes, seconds; its step is that of the checkpoint
+    upload_failed                message: why that checkpoint is not uploaded, or not yet
     ranks                        of each rank: memory_gib at its peak, compute_s of a step without waiting for others
     straggler                    rank, host, how many times as long as its equals it computes, share of a step lost
     sample                       prompt, text
@@ -64,6 +66,7 @@ NOT_LOGGED = ("start", "resume", "ranks", "sample")  # kinds of events that are 
 UPDATE_SIZES = [f"{of}{size}" for of in ("", "group_") for size in ("update_rms", "update_norm", "weight_rms")]
 NEEDED = {  # by kind of event: what its readers compute with
     "checkpoint": ("bytes", "seconds", "stall_s"),
+    "uploaded": ("bytes", "seconds"),
     "ranks": ("memory_gib", "compute_s"),
     "straggler": ("rank", "host", "times"),
     "sample": ("prompt", "text"),

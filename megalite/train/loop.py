@@ -23,12 +23,13 @@ from typing import Any, Literal
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from megalite.checkpoint.remote import Remote
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.config.files import write_atomically
 from megalite.config.schedule_request import SPLITTING
 from megalite.config.schema import HELD_OUT, Config
 from megalite.config.settings import DERIVED, OPEN, as_plain, value_of, with_values
-from megalite.config.step_plan import micro_batch_is_fixed, planned_steps
+from megalite.config.step_plan import due_after, micro_batch_is_fixed, newest_step, planned_steps
 from megalite.data.batches import StepBatches, train_batches, validation_batches
 from megalite.data.open import OpenedData
 from megalite.errors.problems import Problem, UserError, refuse, several
@@ -41,15 +42,19 @@ from megalite.train.build import MICRO, Training, data_share
 from megalite.train.evaluate import ValidationMetrics, evaluate, evaluation_record, sample
 from megalite.train.history import PIPELINE, Record, RunLog, StatusFile, StepPart
 from megalite.train.metrics import Meter
+from megalite.train.origin import find_origin
+from megalite.train.ranges import named_ranges
 from megalite.train.saving import Progress, Saver, TrainingStoppedError, check_replicas, roll_back
 from megalite.train.step import PendingMetrics, TrainStep
 
 # The host runs ahead of an accelerator, whose metrics are read one step late. A CPU's are there at once.
 LATENESS = {"cpu": 0, "cuda": 1}
-PROFILES, ROWS = "profile", 30  # the folder in a run's, and rows of its tables
+PROFILES, ROWS = "profile", 60  # the folder in a run's, and rows of its tables
 Phase = Literal["start-up", "training", "in a save", "in a rollback"]  # of a rank
 # Times the time-out: tokens may take a day.
 PATIENCE: dict[Phase, float] = {"start-up": inf, "in a save": SAVES, "in a rollback": SAVES}
+# Every n steps (0: never), or every n tokens; at the end too; what.
+Hook = tuple[tuple[int, int | None], bool, Callable[[int], None]]
 BROKEN_OFF = "asked to stop: the {} after step {} is broken off, nothing of it is recorded"
 
 
@@ -63,6 +68,7 @@ class Job:
     log: RunLog
     status: StatusFile
     data: OpenedData = field(init=False)
+    remote: Remote | None = field(init=False)
     folder: RunFolder = field(init=False)
     training: Training = field(init=False)
     prompts: dict[str, list[int]] = field(init=False)  # of the samples of text, and their tokens
@@ -98,8 +104,11 @@ class Job:
     def owes_evaluation(self) -> bool:
         """Whether the evaluation that is due after the newest step has not been done."""
         step, train = self.progress.step, self.config.train
-        evaluates = self.data.evaluated and step > 0 and self.evaluated_step != step
-        return bool(evaluates) and (step % train.eval_interval == 0 or step == train.steps)
+        evaluates = bool(self.data.evaluated) and step > 0 and self.evaluated_step != step
+        if not evaluates or step == train.steps:
+            return evaluates
+        newest = newest_step(train, step, self.progress.samples)
+        return due_after(newest, train, train.eval_interval, train.eval_interval_tokens)
 
     @property
     def fault(self) -> str:
@@ -156,11 +165,12 @@ def take_steps(job: Job, train_step: TrainStep) -> None:
     job.meter = Meter(config, job.context, job.measured)
     device, evaluates = job.context.device, bool(job.data.evaluated)
     launched = deque[tuple[StepBatches, PendingMetrics | None]]()  # steps whose metrics have not been read yet
-    hooks: list[tuple[int, bool, Callable[[int], None]]] = [  # (every n steps, 0: never; at the end too; what)
-        (settings.check_replicas_every, False, partial(check_replicas, job.training, job.context)),
-        (settings.eval_interval if evaluates else 0, evaluates, partial(evaluate_model, job)),
-        (config.checkpoint.interval, True, saver.save),
-        (settings.sample_interval, True, partial(sample_text, job)),
+    evaluations = (settings.eval_interval, settings.eval_interval_tokens) if evaluates else (0, None)
+    hooks: list[Hook] = [
+        ((settings.check_replicas_every, None), False, partial(check_replicas, job.training, job.context)),
+        (evaluations, evaluates, partial(evaluate_model, job)),
+        ((config.checkpoint.interval, config.checkpoint.interval_tokens), True, saver.save),
+        ((settings.sample_interval, None), True, partial(sample_text, job)),
     ]
 
     def read(keep: int) -> None:
@@ -179,7 +189,7 @@ def take_steps(job: Job, train_step: TrainStep) -> None:
             while data is not None and not job.stopping:
                 step = job.begun_step = data.planned.step
                 is_last = step == settings.steps
-                due = [hook for every, at_end, hook in hooks if (at_end and is_last) or (every and step % every == 0)]
+                due = [do for n, at_end, do in hooks if (at_end and is_last) or due_after(data.planned, settings, *n)]
                 profiles = step in settings.profile_steps and not data.planned.skipped
                 if profiles:
                     read(keep=0)
@@ -263,10 +273,13 @@ def account(job: Job, data: StepBatches, pending: PendingMetrics | None) -> None
         job.meter.add(metrics, data)
         if metrics.skipped:
             spike = isfinite(metrics.loss) and isfinite(metrics.grad_norm)
-            scale, progress.bad_steps = metrics.loss_scale, progress.bad_steps + 1
+            scale, progress.bad_steps, before = metrics.loss_scale, progress.bad_steps + 1, progress.bad_steps_in_a_row
             progress.bad_steps_in_a_row += spike or scale is None or scale <= job.config.optimizer.min_loss_scale
-            kind = "spike" if spike else "skipped"
-            job.log.event(kind, step, loss=metrics.loss, grad_norm=metrics.grad_norm, loss_scale=scale)
+            kind, found = "spike" if spike else "skipped", dict[str, Any]()
+            if not spike and progress.bad_steps_in_a_row == 1 > before:  # the first, and no search for a loss scale
+                found = find_origin(job, data, metrics.batch_tokens, scale)
+                job.training.clock.restart()
+            job.log.event(kind, step, loss=metrics.loss, grad_norm=metrics.grad_norm, loss_scale=scale, **found)
         else:
             progress.bad_steps_in_a_row, progress.last_applied = 0, step
             progress.tokens += metrics.batch_tokens
@@ -337,7 +350,7 @@ def profiled_step(job: Job, step: int) -> Iterator[None]:
     table of the costliest operations, or a warning."""
     clock, cuda, label = job.training.clock, job.context.device.type == "cuda", ExitStack()
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    thread, listener_before = threading.get_ident(), clock.listener
+    chunks, thread, listener_before = job.training.chunks, threading.get_ident(), clock.listener
 
     def begin(part: StepPart) -> None:
         """The part that was open ends. Another thread's view of it (autograd's) is not the step's."""
@@ -345,7 +358,7 @@ def profiled_step(job: Job, step: int) -> Iterator[None]:
             label.close()
             label.enter_context(record_function(f"part: {part}"))
 
-    with profile(activities=activities) as record, record_function("train step"), label:
+    with profile(activities=activities) as record, record_function("train step"), label, named_ranges(chunks):
         clock.listener = begin
         clock.restart()
         try:

@@ -10,12 +10,14 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from megalite.checkpoint.reading import newest
+from megalite.checkpoint.remote import open_remote
 from megalite.checkpoint.run_folder import RunFolder, keep_tokenizer, require_room
 from megalite.config.files import private_files
 from megalite.config.layout import exchange_of
@@ -57,6 +59,7 @@ class Companions(NamedTuple):
     with_steps: Callable[[Config, OpenedData, Progress], Config]  # what follows from the run's length, once it is known
     look_at_nodes: Callable[[ParallelContext, Path], Sequence[str]]  # for launch.preflight; lines, on rank 0
     say: Note  # prints a line for the user, on rank 0
+    alert: Callable[[Job, str], object]  # tells the user's command of a stall, on any rank
     open_views: Callable[[Job, Note], Mapping[str, View]]  # by name, on rank 0
     about: Callable[[Job], dict[str, Any]]  # fields of the event of a start, on rank 0
 
@@ -75,10 +78,11 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
     job = Job(config, context, hosts, RunLog(companions.say), status)
     failed = False
     try:
-        with Watchdog(context, job.doing, run_dir / "logs", hosts) as watchdog:
+        with Watchdog(context, job.doing, run_dir / "logs", hosts, partial(companions.alert, job)) as watchdog:
             if config.launch.preflight:
                 for line in companions.look_at_nodes(context, run_dir):
                     job.log.note(f"preflight: {line}")
+            job.remote = open_remote(config.checkpoint.remote, context)
             job.data = open_training_data(config, context, environment, companions.prepare)
             with private_files():
                 set_up(job, companions)
@@ -138,7 +142,8 @@ def set_up(job: Job, companions: Companions) -> None:
     job.prompts = all_ranks_or_raise(context, lambda: prompts_of(config, data))
     by_length = {*config.derived} & {*FOLLOW_LENGTH} if horizon_of(config.train) != "train.steps" else {}
     asked = {name: value for name, value in leaves(as_plain(config)).items() if name not in by_length}
-    folder = RunFolder(Path(config.run_dir), context, config.resume, nested(asked), data.fingerprint)
+    path = Path(config.run_dir)
+    folder = RunFolder(path, context, config.resume, nested(asked), data.fingerprint, job.remote)
     job.folder = folder
     try:
         notes = [*config.told, *folder.changes, slow_precision(context.dtype, context.device)]
@@ -150,7 +155,7 @@ def set_up(job: Job, companions: Companions) -> None:
         for line in filter(None, notes):
             log.note(line)
         job.training = build_training(config, context, log.note)
-        if (found := newest(folder.checkpoints, context, log.note)) is not None:
+        if (found := newest(folder.checkpoints, context, log.note, remote=job.remote)) is not None:
             restore(job, found)
             job.config = all_ranks_or_raise(context, lambda: companions.with_steps(config, data, job.progress))
         else:
@@ -196,6 +201,8 @@ def record_end(job: Job) -> int:
     by = job.stop.requested or "a signal to another rank" if job.stopping and not job.complete else None
     kind, status = "stopped" if by else "finished", int(saved_step != step)
     job.status.write("failed" if status else kind, by=by)
+    left = job.saver.end_uploads(hasty=job.stopping)
+    words += [left] if left else []
     job.log.event(kind, step, status=status, **({"by": by} if by else {}), **job.meter.medians())
     if status:
         kept = "there is no checkpoint" if saved_step is None else f"the newest is of step {saved_step}"

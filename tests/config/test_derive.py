@@ -9,7 +9,7 @@ from megalite.config.compose import load_config
 from megalite.config.derive import NAME, default_run_name, derive
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, value_of, with_values
-from megalite.config.step_plan import HORIZONS
+from megalite.config.step_plan import HORIZONS, IN_TOKENS
 from megalite.errors.problems import UserError
 
 OPEN = {  # what the data or the machine decides, or what has no meaning in the default config
@@ -18,10 +18,11 @@ OPEN = {  # what the data or the machine decides, or what has no meaning in the 
     *("model.loss_chunk_tokens", "optimizer.bucket_size", "optimizer.ownership", "optimizer.qk_clip"),
     *("optimizer.ema_half_life_steps", "model.mup_base_width", "model.mup_base_layers"),
     *(f"optimizer.muon.{name}" for name in ("lr", "weight_decay", "steps", "dtype")),
-    *("checkpoint.init_from", "launch.status_file"),
+    *("checkpoint.init_from", "checkpoint.remote", "launch.status_file"),
     *(f"train.{name}" for name in ("compile", "cuda_graph", "recompute_layers", "sample_prompts", "batch_ramp")),
-    *("train.skip_spikes", "train.rollback_after", *HORIZONS[1:]),
-    *("train.max_minutes", "train.fp8", "log.wandb", "log.wandb_entity", "log.wandb_name"),
+    *("train.skip_spikes", "train.rollback_after", *HORIZONS[1:], *IN_TOKENS.values()),
+    *("train.max_minutes", "train.fp8"),
+    *(f"log.{name}" for name in ("wandb", "wandb_entity", "wandb_name", "alert_command", "metrics_port")),
     *(f"parallel.{name}" for name in ("async_tp", "nccl_options", "cp_alltoall", "microbatch_group_size")),
     *(f"parallel.{name}" for name in ("first_stage_layers", "last_stage_layers", "pipeline_layout")),
     *("data.path", "data.weights", "data.validation", "data.subset", "data.workers", "checkpoint.async"),
@@ -201,7 +202,8 @@ SAME_TRAINING = {
     *("run_dir", "run_name", "resume", "device", "precision", "data.cache_dir", "data.workers", "data.streaming"),
     "data.validation",
     "model.name",  # stands in the folder's name itself
-    *("model.loss_chunk_tokens", "model.moe.dispatcher", "checkpoint.interval", "checkpoint.keep", "checkpoint.async"),
+    *("model.loss_chunk_tokens", "model.moe.dispatcher", "checkpoint.keep", "checkpoint.async"),
+    *("checkpoint.interval", "checkpoint.interval_tokens", "checkpoint.remote"),
     *(f"optimizer.{name}" for name in ("zero", "instances", "bucket_size", "overlap", "ownership", "may_change")),
     *(f"optimizer.{name}" for name in ("communication_dtype", "initial_loss_scale", "min_loss_scale")),
     *(f"optimizer.{name}" for name in ("loss_scale_window", "hysteresis")),

@@ -116,6 +116,20 @@ REFUSED = [
     ("train.tokens=1e18", "takes 488,281,250,000,000 steps, more than 99,999,999", "train.tokens=20B"),
     ("train.tokens=64 lr.warmup_steps=3", "above 1, the steps of train.tokens=64", "lr.warmup_steps=0 or 1 or null"),
     ("train.tokens=64 lr.schedule=wsd lr.decay_steps=3", "longer than the run, train.tokens=64", "lr.decay_steps="),
+    ("train.tokens=640 lr.warmup_tokens=641", "above 10, the steps of train.tokens=640", "lr.warmup_tokens="),
+    ("train.steps=10 lr.schedule=wsd lr.decay_tokens=641", "longer than the run, train.steps=10", "lr.decay_tokens="),
+    ("lr.warmup_steps=3 lr.warmup_tokens=64", "contradicts lr.warmup_steps=3", "lr.warmup_tokens=null"),
+    ("lr.schedule=wsd lr.decay_steps=3 lr.decay_tokens=64", "contradicts lr.decay_steps=3", "lr.decay_tokens=null"),
+    (
+        "train.eval_interval=5 train.eval_interval_tokens=2K",
+        "contradicts train.eval_interval=5",
+        "train.eval_interval=100",
+    ),
+    (
+        "checkpoint.interval=0 checkpoint.interval_tokens=2K",
+        "contradicts checkpoint.interval=0",
+        "checkpoint.interval=100",
+    ),
     ("train.tokens=640 train.skip_steps=[11]", "from 1 to 10, the steps of train.tokens=640", "train.skip_steps="),
 ]
 
@@ -127,3 +141,22 @@ def test_what_does_not_fit_is_refused(words: str, rule: str, hint: str) -> None:
     assert problem.setting == words.split()[-1].partition("=")[0]
     assert rule in problem.rule
     assert hint in problem.hint or "1e18" in words
+
+
+def test_warm_up_and_decay_in_tokens_are_steps_of_the_run() -> None:
+    words = [*SMALL, "train.steps=100", "lr.schedule=wsd", "lr.warmup_tokens=0.65K", "lr.decay_tokens=1281"]
+    config = load_config(words, 1)
+    assert (config.lr.warmup_steps, config.lr.decay_steps) == (11, 21)
+    assert {"lr.warmup_steps", "lr.decay_steps"} <= {*config.derived}
+
+
+def test_intervals_in_tokens_replace_those_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = ["experiment=shakespeare_char", "data.path=text.txt"]
+    config = load_config([*recipe, "train.eval_interval_tokens=1M", "lr.warmup_tokens=1M"], 1)
+    assert load_config(recipe, 1).train.eval_interval != 100
+    assert (config.train.eval_interval, config.train.eval_interval_tokens) == (100, 10**6)
+    assert config.lr.warmup_steps == -(-(10**6) // (config.train.global_batch_size * config.train.seq_length))
+    monkeypatch.chdir(tmp_path)
+    keep(load_config(["checkpoint.interval_tokens=2K", "run_dir=run"], 1), tmp_path / "run")
+    again = load_config(["run_dir=run", "checkpoint.interval=7"], 1).checkpoint
+    assert (again.interval, again.interval_tokens) == (7, None)

@@ -1,19 +1,23 @@
 """Which samples a step takes: how batches grow, and that the number of consumed samples is all there is to know."""
 
+from dataclasses import replace
 from itertools import islice
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megalite.config.schema import TrainConfig
+from megalite.config.schema import Config, LearningRateConfig, TrainConfig
 from megalite.config.step_plan import (
     PlannedStep,
     batch_sizes,
+    due_after,
     known_steps,
+    newest_step,
     planned_steps,
     ramp_flaw,
     samples_after,
     steps_to,
+    warmup_and_decay,
 )
 
 
@@ -101,6 +105,33 @@ def test_tokens_are_whole_sequences_and_steps() -> None:
     assert known_steps(TrainConfig(steps=0)) == 0
     others = (TrainConfig(tokens_per_parameter=1.0), TrainConfig(flops=1.0), TrainConfig(epochs=1.0))
     assert [known_steps(train) for train in others] == [None] * 3
+
+
+@given(ramps(), st.integers(1, 50), st.integers(1, 900), st.integers(1, 3))
+def test_what_is_due_by_tokens_comes_after_the_step_that_passes_a_multiple(
+    train: TrainConfig, steps: int, every: int, length: int
+) -> None:
+    train, consumed = replace(train, seq_length=length), 0
+    for at, planned in enumerate(plan(train, steps)):
+        before, consumed = consumed, consumed + megatron_sizes(train, at + 1)[-1] * length
+        passed = any(token % every == 0 for token in range(before + 1, consumed + 1))
+        assert due_after(planned, train, 0, every) is passed
+        assert due_after(planned, train, 3, None) is (planned.step % 3 == 0)
+        assert not due_after(planned, train, 0, None)
+        assert newest_step(train, planned.step, consumed // length) == planned
+
+
+@given(ramps(), st.integers(1, 60), st.integers(0, 400), st.integers(1, 3))
+def test_tokens_of_warm_up_and_decay_are_the_first_and_last_steps(
+    train: TrainConfig, steps: int, tokens: int, length: int
+) -> None:
+    sizes = [length * size for size in megatron_sizes(train, steps)]
+    lr = LearningRateConfig(warmup_tokens=min(tokens, sum(sizes)), decay_tokens=min(tokens, sum(sizes)))
+    warmup, decay = warmup_and_decay(Config(train=replace(train, seq_length=length), lr=lr), steps)
+    assert warmup == next(n for n in range(steps + 1) if sum(sizes[:n]) >= min(tokens, sum(sizes)))
+    assert decay == next(n for n in range(steps + 1) if sum(sizes[steps - n :]) >= min(tokens, sum(sizes)))
+    lr = replace(lr, decay_tokens=sum(sizes) + 1)
+    assert warmup_and_decay(Config(train=replace(train, seq_length=length), lr=lr), steps)[1] == steps + 1
 
 
 def test_a_step_that_is_passed_over_consumes_its_samples() -> None:

@@ -31,10 +31,18 @@ def training(mark: int, words: str = "") -> Doing:
     return Doing(mark, words, "parallel.timeout_s", PATIENCE_S)
 
 
-def watched(context: ParallelContext, doing: Callable[[], Doing], folder: Path, report_s: float = 8.0) -> Watchdog:
+def watched(
+    context: ParallelContext, doing: Callable[[], Doing], folder: Path, report_s: float = 8.0, **more: Any
+) -> Watchdog:
     """A watchdog that takes less time than usual."""
     watchdog.REPORT_S, watchdog.ROLL_S = report_s, 2.0
-    return Watchdog(context, doing, folder, ["here"] * context.world_size)
+    return Watchdog(context, doing, folder, ["here"] * context.world_size, **more)
+
+
+def told(folder: Path, rank: int, first: str) -> None:
+    """An alert that takes its time."""
+    time.sleep(1.5)
+    (folder / f"alert-{rank}").write_text(first)
 
 
 def waits_for_a_lock_that_nobody_frees() -> None:
@@ -46,7 +54,7 @@ def waits_for_a_lock_that_nobody_frees() -> None:
 def _hang(context: ParallelContext, folder: Path, holds_lock: bool) -> None:
     """Rank 1 hangs without a collective; the others wait for it in one."""
     doing = SAVING if holds_lock else training(7, f"step 7 of rank {context.rank}")
-    with watched(context, lambda: doing, folder):
+    with watched(context, lambda: doing, folder, alert=lambda first: told(folder, context.rank, first)):
         if context.rank == 1 and holds_lock:
             pattern = "a" * 40
             __import__("re").match("(a+)+$", pattern + "b")  # for ever, without a look at who else wants to run
@@ -69,6 +77,8 @@ def test_every_rank_says_where_it_stands(tmp_path: Path, capfd: pytest.CaptureFi
     assert run_ranks(_hang, 3, tmp_path, False, may_die=[0, 1, 2], timeout=30) == [None] * 3
     found = report(tmp_path)
     assert found["finding"] == "all ranks answer"
+    [alert] = tmp_path.glob("alert-*")
+    assert alert.read_text() == "no progress within parallel.timeout_s (0.6 s); all ranks answer"
     assert [word["doing"] for word in found["ranks"].values()] == [f"step 7 of rank {rank}" for rank in "012"]
     assert "waits_for_a_lock_that_nobody_frees" in found["ranks"]["1"]["stacks"]["MainThread"][-1]
     assert "all_reduce" in " ".join(found["ranks"]["0"]["stacks"]["MainThread"])

@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Mapping
+from importlib import import_module
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megalite.config.schema import Config, LogConfig
 from megalite.observe import trackers as module
 from megalite.observe.trackers import Tracker, Trackers, open_tensorboard
 
@@ -116,3 +118,30 @@ def test_tensorboard_holds_every_number_and_samples_as_they_are(tmp_path: Path) 
     (event,) = board.Tensors(name)
     assert event.step == 3
     assert event.tensor_proto.string_val == [b"    # a\n    * b c"]
+
+
+def test_trackio_holds_all_starts_of_a_run_and_prints_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the real package, which no pinned environment of ours holds: it wants an older pillow than TensorBoard's."""
+    pytest.importorskip("trackio")
+    monkeypatch.setattr("trackio.utils.TRACKIO_DIR", tmp_path)  # read when it was imported
+    storage = import_module("trackio.sqlite_storage")
+    monkeypatch.setattr(storage, "TRACKIO_DIR", tmp_path)
+    config = Config(run_name="mine", log=LogConfig(trackio=True, trackio_project="ours", wandb="disabled"))
+    for start in range(2):
+        notes = list[str]()
+        trackers = module.open_trackers(config, tmp_path / "run", 2 * start, notes.append)
+        for step in (2 * start + 1, 2 * start + 2):
+            trackers.add({"step": step, "loss": 1.0 / step, "mfu": None, "time_split": {"data": 0.5}})
+        trackers.add({"step": step, "val_loss": 0.75})
+        trackers.add({"step": step, "kind": "finished", "status": 0})
+        assert notes == []
+    logged = [
+        {name: it for name, it in line.items() if name != "timestamp"}
+        for line in storage.SQLiteStorage.get_logs("ours", "mine")
+    ]
+    steps = [{"step": step, "loss": 1.0 / step, "time_split/data": 0.5} for step in range(1, 5)]
+    assert logged == [*steps[:2], {"step": 2, "val_loss": 0.75}, *steps[2:], {"step": 4, "val_loss": 0.75}]
+    assert storage.SQLiteStorage.get_run_config("ours", "mine")["train"]["steps"] == config.train.steps
+    assert capsys.readouterr().out == ""

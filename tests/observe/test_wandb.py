@@ -223,8 +223,8 @@ def test_what_wandb_would_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -
     assert all(word in said for word in ("log.wandb_project", "none of / ")), said
     assert "online" in str(refusal("log.wandb=onlin"))
     monkeypatch.setattr("megalite.config.machine_rules.is_installed", lambda package: False)
-    said = str(refusal("log.wandb=offline", "log.tensorboard=true"))
-    assert all(f"pip install {package}" in said for package in ("wandb", "tensorboard"))
+    said = str(refusal("log.wandb=offline", "log.tensorboard=true", "log.trackio=true"))
+    assert all(f"pip install {package}" in said for package in ("wandb", "tensorboard", "trackio"))
     monkeypatch.setenv("WANDB_MODE", "onlin")
     said = str(refusal())
     assert "WANDB_MODE='onlin'" in said

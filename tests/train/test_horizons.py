@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+import megalite.train.loop as loop_module
 from megalite.config.schema import Config
 from megalite.config.settings import DERIVED
 from megalite.train.history import read_metrics
-from tests.train.test_run import config_for, losses, resume_differs, start
+from tests.train.test_run import checkpoints, config_for, losses, resume_differs, start, stop_after
 
 BATCH = 4 * 16  # tokens
 
@@ -73,3 +74,37 @@ def test_warm_up_follows_from_a_length_that_only_the_data_tells(text: Path, tmp_
     [length] = [words for label, words in found if label == "length"]
     others = r"[\d.]+ tokens per parameter, [\d.]+e\d+ FLOPs, 0.02\d* epochs"
     assert re.fullmatch(f"{steps} steps: {steps * BATCH:,} tokens, {others}", length)
+
+
+def test_intervals_in_tokens_hold_through_a_ramp_and_a_stop(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ramp = {"global_batch_size": 8, "batch_ramp": [2, 2, 24], "micro_batch_size": 1, "eval_interval_tokens": 200}
+    config = config_for(text, tmp_path, eval_interval=100, **ramp)
+    checkpoint = replace(config.checkpoint, interval=100, interval_tokens=300, keep=99)
+    assert not resume_differs(text, tmp_path, monkeypatch, train=config.train, checkpoint=checkpoint)
+    consumed, evaluated, kept = 0, [], []
+    for step, size in enumerate([2, 2, 2, 2, 4, 4, 6, 6, 8, 8, 8, 8], start=1):
+        before, consumed = consumed, consumed + 16 * size
+        evaluated += [step] if consumed // 200 > before // 200 or step == 12 else []
+        kept += [step] if consumed // 300 > before // 300 or step == 12 else []
+    for run in ("whole", "parts"):
+        lines = read_metrics(tmp_path / run / "metrics.jsonl")
+        assert [line["step"] for line in lines if "val_loss" in line] == evaluated
+    assert checkpoints(tmp_path / "whole") == kept
+    assert checkpoints(tmp_path / "parts") == sorted({*kept, 6}), "the stop saved, too"
+
+
+def test_an_evaluation_by_tokens_that_a_stop_broke_off_is_made_up_for(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After step 7, 64 tokens each: 448 is the first number past 400."""
+    config = config_for(text, tmp_path / "run", eval_interval=100, eval_interval_tokens=200)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop_module, "evaluate", lambda *arguments: None)
+        stop_after(6, patch)
+        assert start(config) == 0
+    assert [*losses(tmp_path / "run")] == [1, 2, 3, 4, 5, 6, 7]
+    assert start(config) == 0
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines if "val_loss" in line] == [7, 10, 12]
