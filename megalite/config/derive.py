@@ -36,7 +36,7 @@ TRAINING = {
     *("seed", "tokenizer", "checkpoint.init_from", "phases"),
 } - {
     *("model.name", "model.loss_chunk_tokens", "model.moe.dispatcher"),
-    *("data.cache_dir", "data.workers", "data.streaming"),
+    *("data.cache_dir", "data.workers", "data.streaming", "data.validation"),
     *(f"optimizer.{name}" for name in ("zero", "instances", "bucket_size", "overlap", "ownership", "may_change")),
     *("optimizer.communication_dtype", "optimizer.initial_loss_scale", "optimizer.min_loss_scale"),
     *("optimizer.loss_scale_window", "optimizer.hysteresis"),
@@ -192,19 +192,22 @@ def looks_like_path(name: str) -> bool:
 
 
 def absolute_paths(path: Any, source: str) -> Any:
-    """data.path with absolute paths; names at the hub stay as they are."""
-    paths = map(str, path if isinstance(path, list) else [path])
-    parts = [part if source == "hf" else absolute(part) for part in paths]
-    return parts if isinstance(path, list) else path and parts[0]
+    """data.path or data.validation with absolute paths; names at the hub stay as they are."""
+    if isinstance(path, list):
+        return [absolute_paths(part, source) for part in path]
+    if isinstance(path, dict):
+        return {name: absolute_paths(part, source) for name, part in path.items()}
+    return path if path is None else str(path) if source == "hf" else absolute(str(path))
 
 
 def _resolved(config: Config) -> Config:
     """A copy in which sizes and absolute paths are written out."""
     data, tokenizer = config.data, config.tokenizer
+    path, sets = (absolute_paths(paths, data.source) for paths in (data.path, data.validation))
     if looks_like_path(tokenizer) or os.path.isdir(os.path.expanduser(tokenizer)):
         tokenizer = absolute(tokenizer)
     cache = data.cache_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "megalite")
     start = config.checkpoint.init_from and absolute(config.checkpoint.init_from)
-    path = absolute_paths(data.path, data.source)
     places = {"data.path": path, "data.cache_dir": absolute(cache), "checkpoint.init_from": start}
+    places["data.validation"] = sets
     return with_values(derive_sizes(config), {"tokenizer": tokenizer, **places})

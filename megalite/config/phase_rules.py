@@ -29,8 +29,8 @@ def read_phases(config: Config) -> tuple[Config, list[Problem]]:
             except ValueError as error:
                 problems.append(Problem(f"phases, {number}: {name}", value, str(error), _hint(name, value)))
         source = read.get("data.source", source)
-        if "data.path" in read:
-            read["data.path"] = absolute_paths(read["data.path"], source)
+        places = read.keys() & {"data.path", "data.validation"}
+        read |= {name: absolute_paths(read[name], source) for name in places}
         found.append(read)
     config = replace(config, phases=[] if problems else found)
     if rule := _in_order(config):

@@ -20,6 +20,7 @@ from megalite.config.step_plan import known_steps, samples_after, steps_to
 UNTIL, PEAK = "until", "optimizer.lr"
 MAY_CHANGE = (  # settings, or beginnings of their names
     *("data.source", "data.path", "data.weights", "data.subset", "data.split", "data.streaming", "data.text_column"),
+    "data.validation",
     *("data.cross_document_attention", "data.mask_end_of_document"),
     *("lr.", PEAK, "train.seq_length", "train.global_batch_size", "train.micro_batch_size", "train.eval_"),
     *("train.label_smoothing", "train.z_loss", "train.recompute", "train.sample_", "model.loss_chunk_tokens"),

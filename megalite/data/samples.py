@@ -73,6 +73,10 @@ class SampleSource:
         counts = Blend(self.weights).counts(samples - self.first)
         return [count + before for count, before in zip(counts, self.before or (0,) * len(counts), strict=True)]
 
+    @property
+    def tokens(self) -> int:
+        return sum(part.tokens for part in self.parts)
+
     def epochs(self, samples: int) -> list[float]:
         """How many times the first `samples` of the run go through each part."""
         counts = self.taken(samples)

@@ -10,6 +10,7 @@ from megalite.train.build import rebuilt
 
 if TYPE_CHECKING:
     from megalite.train.loop import Job
+    from megalite.train.saving import SavedState
 
 
 def begin(job: "Job", phase: RunPhase) -> None:
@@ -36,6 +37,16 @@ def begin(job: "Job", phase: RunPhase) -> None:
 def begun_phase(phase: RunPhase, fingerprint: str) -> dict[str, Any]:
     """What a checkpoint keeps of a phase that has begun, which must be as it was when the run goes on."""
     return {"begin": phase.begin, "changes": dict(phase.changes), "data": fingerprint}
+
+
+def take_up_phases(job: "Job", state: "SavedState") -> None:
+    """The run's place in its phases and sources becomes that of a checkpoint."""
+    job.position = state.position
+    job.begun = state.phases or [begun_phase(RunPhase(1, 0, 0, {}, job.base), state.data["fingerprint"])]
+    check_phases(job)
+    if not state.position.sources:  # a checkpoint of an earlier version
+        source = replace(job.data.train, seq_length=state.config["train"]["seq_length"])
+        job.position, _ = state.position.moved(source, job.data.identities, 0)
 
 
 def check_phases(job: "Job") -> None:

@@ -31,7 +31,6 @@ from megalite.checkpoint.run_folder import OF_STATE, RunFolder
 from megalite.checkpoint.store import BackgroundSaves, CheckpointError, Saved, save
 from megalite.checkpoint.uploads import Uploads
 from megalite.config.files import as_record
-from megalite.config.phases import RunPhase
 from megalite.config.settings import as_plain, leaves
 from megalite.data.samples import Position
 from megalite.errors.problems import Problem, UserError, several
@@ -43,7 +42,7 @@ from megalite.optim.buffers import EMA, ranges_of
 from megalite.optim.optimizer import slices_of
 from megalite.train.build import Training
 from megalite.train.history import seals
-from megalite.train.phases import begun_phase, check_phases
+from megalite.train.phases import take_up_phases
 
 if TYPE_CHECKING:
     from megalite.train.loop import Job
@@ -99,12 +98,8 @@ def restore(job: "Job", found: Found) -> None:
         raise UserError(Problem(str(found.path), "of another run", rule, remedy))
     state = read_state(job, found)
     job.resumed_from, job.progress, job.tokenizer_files = found.manifest.step, state.progress, state.tokenizer
-    job.seals, job.position = state.record, state.position
-    job.begun = state.phases or [begun_phase(RunPhase(1, 0, 0, {}, job.base), state.data["fingerprint"])]
-    check_phases(job)
-    if not state.position.sources:  # a checkpoint of an earlier version
-        before = replace(job.data.train, seq_length=state.config["train"]["seq_length"])
-        job.position, _ = state.position.moved(before, job.data.identities, 0)
+    job.seals = state.record
+    take_up_phases(job, state)
 
 
 def read_state(job: "Job", found: Found) -> SavedState:
