@@ -45,7 +45,6 @@ from megalite.train.evaluate import ValidationMetrics, evaluate, evaluation_reco
 from megalite.train.history import PIPELINE, Record, RunLog, StatusFile, StepPart
 from megalite.train.metrics import Meter
 from megalite.train.origin import find_origin
-from megalite.train.phases import begin
 from megalite.train.ranges import named_ranges
 from megalite.train.saving import Progress, Saver, TrainingStoppedError, check_replicas, roll_back
 from megalite.train.step import PendingMetrics, TrainStep
@@ -142,15 +141,6 @@ class Job:
         part, executor = self.training.clock.part, self.training.executor
         words = f"step {self.begun_step}, {part}, pass {executor.at or 'none yet'}"
         return Doing((self.begun_step, self.evaluated_step, part, executor.performed), words, *limit)
-
-
-def train(job: Job) -> None:
-    """All remaining steps, or as many as pass until a stop is asked for; the last state is saved."""
-    train_phase(job)
-    while not job.stopping and len(job.begun) < len(job.plan):
-        begin(job, job.plan[len(job.begun)])
-        train_phase(job)
-    job.saver.save_last()
 
 
 def train_phase(job: Job) -> None:

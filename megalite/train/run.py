@@ -47,7 +47,7 @@ from megalite.train.build import (
 )
 from megalite.train.evaluate import prompts_of
 from megalite.train.history import Note, RunLog, StatusFile, View, examine_records
-from megalite.train.loop import Job, record_settings, train
+from megalite.train.loop import Job, record_settings, train_phase
 from megalite.train.phases import begin
 from megalite.train.saving import Progress, Saver, TrainingStoppedError, restore, state_bytes
 
@@ -248,6 +248,15 @@ def open_record(job: Job, companions: Companions) -> None:
         log.event("start" if job.resumed_from is None else "resume", step, **companions.about(job))
         if train.sample_interval > 0 and train.sample_tokens > 0 and not job.prompts:
             log.note("no samples of text: the tokenizer of these tokens is not known")
+
+
+def train(job: Job) -> None:
+    """All remaining steps, or as many as pass until a stop is asked for; the last state is saved."""
+    train_phase(job)
+    while not job.stopping and len(job.begun) < len(job.plan):
+        begin(job, job.plan[len(job.begun)])
+        train_phase(job)
+    job.saver.save_last()
 
 
 def record_end(job: Job) -> int:
