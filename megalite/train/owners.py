@@ -17,7 +17,7 @@ SHOWN = 10  # owners
 
 
 def owners(training: "Training") -> Counter[str]:
-    """Bytes of this rank by owner (`gradients of blocks.3`), without padding. What is two things counts as parameter."""
+    """Bytes of this rank by owner (`gradients of blocks.3`), no padding. Masters that are parameters count as these."""
     buffers, found = training.buffers, Counter[str]()
     for name in buffers.places:
         for kind, tensor in (("parameters", buffers.parameter(name)), ("gradients", buffers.gradient(name))):
