@@ -55,13 +55,13 @@ def publish(temporary: Path, step: int) -> None:
     sync_folder(temporary.parent)
 
 
-def retire(folder: Path, step: int, keep: int, *, good_before: int = 0) -> None:
-    """Keep `step`, the newest `keep` - 1 checkpoints before it and the newest one before step `good_before`; delete the
-    older ones. What cannot be deleted costs space, nothing else: the next save tries again."""
+def retire(folder: Path, step: int, keep: int, *, good_before: int = 0, spared: int | None = None) -> None:
+    """Keep `step`, the newest `keep` - 1 checkpoints before it, the newest one before step `good_before` and that
+    of step `spared`; delete the older ones. What cannot be deleted costs space: the next save tries again."""
     with contextlib.suppress(OSError):
         older = [(at, path) for at, path in committed(folder) if at < step]
         good = next((path for at, path in older if at < good_before), None)
-        for path in (path for _, path in older[keep - 1 :] if path != good):
+        for path in (path for at, path in older[keep - 1 :] if path != good and at != spared):
             if path.is_symlink():  # where it leads, nothing is deleted
                 path.unlink()
             else:  # first its name: a half deleted folder cannot pass for a checkpoint

@@ -16,15 +16,18 @@ from functools import partial
 from io import BufferedReader
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from megalite.checkpoint.commit import STATE, committed, step_name
+from megalite.checkpoint.commit import STATE, committed, step_name, step_of
 from megalite.checkpoint.manifest import DTYPES, MANIFEST, Manifest, Piece, StoredBox, StoredTensor, digest, file_fault
 from megalite.errors.problems import Problem, UserError, refuse, several
 from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
+
+if TYPE_CHECKING:
+    from megalite.checkpoint.remote import Remote
 
 
 @dataclass(frozen=True)
@@ -68,23 +71,32 @@ def newest(
     *,
     step: int | None = None,
     look_only: bool = False,
+    remote: "Remote | None" = None,
 ) -> Found | None:
-    """The newest checkpoint in `folder` whose every byte is as written, or that of `step`; None if there is none.
+    """The newest checkpoint in `folder` whose every byte is as written, or that of `step`; None if there is none. What
+    is not, and complete in a `remote` store, is brought from there.
 
     Damaged ones that were passed over are renamed, and reported on rank 0. If all are damaged the run is refused, with
     nothing renamed: starting again from nothing is for a person to decide. Readers without the run's lock `look_only`.
     """
-    steps = rank0_broadcast(context, lambda: [at for at, _ in committed(folder)])
+    here = rank0_broadcast(context, lambda: [at for at, _ in committed(folder)])
+    there = [] if remote is None else rank0_broadcast(context, lambda: remote.asked(remote.complete))
+    steps = sorted({*here, *there}, reverse=True)
     others = f"those there are: {', '.join(map(str, reversed(steps))) or 'none, in this run'}"
     if step is not None and step not in steps:
         raise UserError(Problem("step", step, f"there is no checkpoint of it in {folder}", others))
     damaged: list[tuple[Path, str]] = []
     for path in [folder / step_name(at) for at in steps if step in (None, at)]:
-        found = inspect(path, context)
+        found = inspect(path, context) if step_of(path) in here else ""
+        if isinstance(found, str) and remote is not None and step_of(path) in there:
+            fault = rank0_broadcast(context, partial(remote.fetch, step_of(path), folder, report), patient=True)
+            found = f"{found}{found and '; '}{fault} in {remote.url}" if fault else inspect(path, context)
         if isinstance(found, Found):
             for bad, fault in damaged if context.rank == 0 else []:
-                kept = "" if look_only else f"; {_set_aside(bad)}"
+                kept = "" if look_only else f"; {set_aside(bad)}" if bad.exists() else ""
                 report(f"checkpoint {bad.name} is damaged and was passed over: {fault}{kept}")
+                if remote is not None and step_of(bad) in there:
+                    remote.set_aside(step_of(bad))
             return found
         damaged.append((path, found))
     remedy = "restore this folder from a copy, or set another run_dir to start from nothing"
@@ -93,7 +105,7 @@ def newest(
     return None
 
 
-def _set_aside(bad: Path) -> str:
+def set_aside(bad: Path) -> str:
     """Rename a damaged checkpoint, so that it is not tried again and not lost; what became of it, in words."""
     aside = bad.with_name(f"{bad.name}.bad-{time.strftime('%Y%m%d-%H%M%S')}")
     try:

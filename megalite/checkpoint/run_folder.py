@@ -20,11 +20,11 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import yaml  # type: ignore[import-untyped]
 
-from megalite.checkpoint.commit import CHECKPOINTS, committed, recover
+from megalite.checkpoint.commit import CHECKPOINTS, committed, recover, step_of
 from megalite.checkpoint.manifest import digest
 from megalite.checkpoint.reading import Found, inspect
 from megalite.config.files import (
@@ -41,6 +41,9 @@ from megalite.config.files import (
 from megalite.config.settings import leaves, yaml_value
 from megalite.errors.problems import Problem, UserError, plain, refuse
 from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
+
+if TYPE_CHECKING:
+    from megalite.checkpoint.remote import Remote
 
 TOKENIZER = "tokenizer"
 SEEN_WITHIN_S = 65.0  # an NFS client may remember for 60 s (acdirmax) that a file was not there
@@ -99,11 +102,18 @@ class RunFolder:
     """A run folder that this job may write to. `changes` describes the settings that differ from the start before."""
 
     def __init__(
-        self, path: Path, context: ParallelContext, resume: str, config: Mapping[str, Any], fingerprint: str
+        self,
+        path: Path,
+        context: ParallelContext,
+        resume: str,
+        config: Mapping[str, Any],
+        fingerprint: str,
+        remote: "Remote | None" = None,
     ) -> None:
-        """Lock the folder for a new run or the one it holds; collective. UserError on all ranks where that cannot be.
-        `config` is the resolved configuration as plain dictionaries; `fingerprint` identifies data and tokenizer."""
-        self.path, self.checkpoints = path, path / CHECKPOINTS
+        """Lock the folder for a new run or the one that it, or the `remote` store, holds; collective. UserError on all
+        ranks where that cannot be. `config` is the resolved configuration as plain dictionaries; `fingerprint`
+        identifies data and tokenizer."""
+        self.path, self.checkpoints, self._remote = path, path / CHECKPOINTS, remote
         self.lock: TextIO | None = None  # on rank 0
         self._new: list[Path] = []  # what was not there before this start, on rank 0: innermost first
         try:
@@ -129,7 +139,14 @@ class RunFolder:
                 self._new = []
                 raise
             recover(self.checkpoints)
+            if run_id and not (self.path / RUN).exists():  # a run of the store, which goes on here: what comes stays
+                self._new = []
+                self._write_labels(run_id, fingerprint)
         return run_id or secrets.token_hex(8), changes, self.holder
+
+    def _write_labels(self, run_id: str, fingerprint: str) -> None:
+        labels = {"run_id": run_id, "data_fingerprint": fingerprint}
+        write_atomically(self.path / RUN, (json.dumps(labels, indent=1) + "\n").encode())  # the folder is a run's now
 
     def _examine(self, resume: str, config: Mapping[str, Any], fingerprint: str) -> tuple[str, list[str]]:
         """The id of the run that the folder holds and which settings have changed since; nothing is touched. The id is
@@ -140,12 +157,20 @@ class RunFolder:
             rule, remedy = "the folder holds a run already", "set another run_dir, or resume=auto to continue that run"
             raise UserError(Problem("run_dir", str(self.path), f"{rule}, and resume=never was asked for", remedy))
         checkpoints = [checkpoint for _, checkpoint in committed(self.checkpoints)]
-        if not checkpoints:
+        run = run if checkpoints else {}
+        newest_step = step_of(checkpoints[0]) if checkpoints else -1
+        there = None if self._remote is None else self._remote.newest(newest_step, run.get("run_id"))
+        if there is not None:
+            if resume == "never":
+                rule, remedy = "a run is saved there, and resume=never was asked for", "another prefix, or resume=auto"
+                raise UserError(Problem("checkpoint.remote", config["checkpoint"]["remote"], rule, remedy))
+            run = there.manifest.about
+        elif not checkpoints:
             return "", []
         # Before all ranks verify the checkpoints: the newest whose JSON is intact says what the run was started with.
         looked_at = (inspect(checkpoint, ParallelContext(), json_only=True) for checkpoint in checkpoints)
-        saved: dict[str, Any] = next((found.state["config"] for found in looked_at if isinstance(found, Found)), {})
-        problems, changes = compare(saved, config)
+        found = there or next((found for found in looked_at if isinstance(found, Found)), None)
+        problems, changes = compare({} if found is None else found.state["config"], config)
         if (before := run.get("data_fingerprint")) != fingerprint:
             rule = f"data or tokenizer differ from the run's (fingerprint {before})"
             remedy = "use those of the run, or another run_dir for a new run"
@@ -166,7 +191,7 @@ class RunFolder:
     def begin(self, config: Mapping[str, Any]) -> None:
         """Write run.json and config.yaml, on rank 0. Until then nothing in the folder has changed."""
         with _usable(self.path):
-            write_atomically(self.path / RUN, (json.dumps(self.labels, indent=1) + "\n").encode())  # a run's now
+            self._write_labels(*self.labels.values())
             settings = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
             write_atomically(self.path / "config.yaml", settings.encode())
             self.checkpoints.mkdir(exist_ok=True)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -68,9 +69,10 @@ def save(
     good_before: int = 0,
     labels: Mapping[str, str] | None = None,
     lost: Callable[[], str | None] = lambda: None,
+    spared: Callable[[], int | None] = lambda: None,
 ) -> Saved:
-    """Write the checkpoint of `step` into `folder`, then delete all but the newest `keep`, and the newest before step
-    `good_before`. The disk may take longer than parallel.timeout_s on any rank.
+    """Write the checkpoint of `step` into `folder`, then delete all but the newest `keep`, the newest before step
+    `good_before` and that of the step `spared`. The disk may take longer than parallel.timeout_s on any rank.
 
     `state` is plain JSON, equal on all ranks. `labels` go into the manifest for people (run, data). `lost` is asked on
     rank 0 right before the commit: a job whose lock was taken over must not commit into another's run.
@@ -93,7 +95,8 @@ def save(
         context.barrier()
         message = f"the checkpoint of step {step} was not saved: {failure}; earlier checkpoints stay."
         raise CheckpointError(message) from failure
-    rank0_broadcast(context, lambda: commit.retire(folder, step, keep, good_before=good_before), patient=True)
+    retire = partial(commit.retire, folder, step, keep, good_before=good_before, spared=spared())
+    rank0_broadcast(context, retire, patient=True)
     seconds = time.perf_counter() - begun
     return Saved(folder / step_name(step), seconds, size, stall_s=seconds)
 

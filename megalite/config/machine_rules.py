@@ -115,6 +115,27 @@ def trackers_can_be_used(config: Config) -> Iterator[Problem]:
         yield Problem("log.wandb_project", log.wandb_project, rule, "log.wandb_project=megalite")
 
 
+def store_can_be_used(config: Config) -> Iterator[Problem]:
+    """Whether it answers, rank 0 asks it at the start (checkpoint/remote.py)."""
+    name, url = "checkpoint.remote", config.checkpoint.remote
+    if url is None:
+        return
+    from fsspec.registry import available_protocols, known_implementations  # type: ignore[import-untyped]  # 0.2 s
+
+    known, (protocol, mark, place) = available_protocols(), url.partition("://")
+    if not mark or not place.strip("/") or protocol not in known:
+        rule = f"is not PROTOCOL://PLACE with a protocol of fsspec, which knows {', '.join(known)}"
+        yield Problem(name, url, rule, f"{name}=s3://BUCKET/runs/mine, or gs://, az://, hf://, file:///mnt/disk/mine")
+    elif re.match(r"[^/@]*:[^/@]*@", place):
+        rule = "names a password, and settings are recorded and uploaded"
+        yield Problem(
+            name, "", rule, f"{name}={protocol}://PLACE, with credentials in variables or fsspec's config files"
+        )
+    elif not is_installed(package := known_implementations[protocol]["class"].partition(".")[0]):
+        rule, remedy = f"the package {package} is not installed", f"pip install {package}, or {name}=null"
+        yield Problem(name, url, rule, remedy, here=True)
+
+
 def alerts_can_be_sent(config: Config) -> Iterator[Problem]:
     """The address of a webhook is its password, and commands and config.yaml are read by others."""
     variable, hidden = os.environ.get(ALERTS, ""), "(not shown)"
@@ -132,5 +153,5 @@ def alerts_can_be_sent(config: Config) -> Iterator[Problem]:
 
 MACHINE_RULES: tuple[Callable[[Config], Iterator[Problem]], ...] = (
     *(torch_is_new_enough, tokenizer_exists, places_can_be_used),
-    *(data_is_not_written_over, status_file_is_free, trackers_can_be_used, alerts_can_be_sent),
+    *(data_is_not_written_over, status_file_is_free, trackers_can_be_used, alerts_can_be_sent, store_can_be_used),
 )

@@ -306,6 +306,9 @@ class CheckpointConfig:
     )
     keep: int = setting(2, "newest checkpoints that are kept, and the newest known to be good", at_least=1)
     asynchronous: bool = setting(None, "true: steps wait only for a copy to host memory; null: on CUDA", name="async")
+    remote: str | None = setting(
+        None, "where checkpoints are uploaded, like s3://bucket/runs/mine (docs/checkpoints.md)"
+    )
     init_from: str | None = setting(None, "folder of a transformers model to start from (docs/huggingface.md)")
 
 

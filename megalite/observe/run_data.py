@@ -19,7 +19,7 @@ from megalite.config.settings import DERIVED, leaves
 from megalite.errors.problems import Problem, UserError
 from megalite.train.history import ENDS, EVENTS, METRICS, STEP_PARTS, changes, read_events, read_metrics
 
-SUMMED_UP = ("checkpoint", "ranks", "sample")  # all other kinds of events are listed one by one
+SUMMED_UP = ("checkpoint", "uploaded", "ranks", "sample")  # all other kinds of events are listed one by one
 MOST_LISTED = 160  # events that are kept: the newest
 MOST_SAMPLED = 12  # steps of which samples are kept: the first, the newest and some between
 MOST_POINTS = 360  # of a curve

@@ -17,6 +17,8 @@ The kinds, and what else they tell:
     empty                        a step of whose batch no token enters the loss
     checkpoint                   bytes, seconds, and stall_s of them without training
     checkpoint_failed            message
+    uploaded                     bytes, seconds; its step is that of the checkpoint
+    upload_failed                message: why that checkpoint is not uploaded, or not yet
     ranks                        of each rank: memory_gib at its peak, compute_s of a step without waiting for others
     straggler                    rank, host, how many times as long as its equals it computes, share of a step lost
     sample                       prompt, text
@@ -65,6 +67,7 @@ LAYER_NORMS = ["activation_rms", "gradient_rms"]
 UPDATE_SIZES = [f"{of}{size}" for of in ("", "group_") for size in ("update_rms", "update_norm", "weight_rms")]
 NEEDED = {  # by kind of event: what its readers compute with
     "checkpoint": ("bytes", "seconds", "stall_s"),
+    "uploaded": ("bytes", "seconds"),
     "ranks": ("memory_gib", "compute_s"),
     "straggler": ("rank", "host", "times"),
     "sample": ("prompt", "text"),

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from megalite.checkpoint.remote import Remote
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.config.files import write_atomically
 from megalite.config.schedule_request import SPLITTING
@@ -67,6 +68,7 @@ class Job:
     log: RunLog
     status: StatusFile
     data: OpenedData = field(init=False)
+    remote: Remote | None = field(init=False)
     folder: RunFolder = field(init=False)
     training: Training = field(init=False)
     prompts: dict[str, list[int]] = field(init=False)  # of the samples of text, and their tokens

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megalite.checkpoint.reading import newest
+from megalite.checkpoint.remote import open_remote
 from megalite.checkpoint.run_folder import RunFolder, keep_tokenizer, require_room
 from megalite.config.files import private_files
 from megalite.config.layout import exchange_of
@@ -83,6 +84,7 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
             if config.launch.preflight:
                 for line in companions.look_at_nodes(context, run_dir):
                     job.log.note(f"preflight: {line}")
+            job.remote = open_remote(config.checkpoint.remote, context)
             job.data = open_training_data(config, context, environment, companions.prepare)
             with private_files():
                 set_up(job, companions)
@@ -141,7 +143,8 @@ def set_up(job: Job, companions: Companions) -> None:
     job.prompts = all_ranks_or_raise(context, lambda: prompts_of(config, data))
     by_length = {*config.derived} & {*FOLLOW_LENGTH} if horizon_of(config.train) != "train.steps" else {}
     asked = {name: value for name, value in leaves(as_plain(config)).items() if name not in by_length}
-    folder = RunFolder(Path(config.run_dir), context, config.resume, nested(asked), data.fingerprint)
+    path = Path(config.run_dir)
+    folder = RunFolder(path, context, config.resume, nested(asked), data.fingerprint, job.remote)
     job.folder = folder
     try:
         notes = [*config.told, *folder.changes, slow_precision(context.dtype, context.device)]
@@ -153,7 +156,7 @@ def set_up(job: Job, companions: Companions) -> None:
         for line in filter(None, notes):
             log.note(line)
         job.training = build_training(config, context, log.note)
-        if (found := newest(folder.checkpoints, context, log.note)) is not None:
+        if (found := newest(folder.checkpoints, context, log.note, remote=job.remote)) is not None:
             restore(job, found)
             job.config = all_ranks_or_raise(context, lambda: companions.with_steps(config, data, job.progress))
         else:
@@ -199,6 +202,8 @@ def record_end(job: Job) -> int:
     by = job.stop.requested or "a signal to another rank" if job.stopping and not job.complete else None
     kind, status = "stopped" if by else "finished", int(saved_step != step)
     job.status.write("failed" if status else kind, by=by)
+    left = job.saver.end_uploads(hasty=job.stopping)
+    words += [left] if left else []
     job.log.event(kind, step, status=status, **({"by": by} if by else {}), **job.meter.medians())
     if status:
         kept = "there is no checkpoint" if saved_step is None else f"the newest is of step {saved_step}"

@@ -29,6 +29,7 @@ from megalite.checkpoint.manifest import Piece, boxes
 from megalite.checkpoint.reading import Found, inspect
 from megalite.checkpoint.run_folder import OF_STATE, RunFolder
 from megalite.checkpoint.store import BackgroundSaves, CheckpointError, Saved, save
+from megalite.checkpoint.uploads import Uploads
 from megalite.config.files import as_record
 from megalite.config.settings import as_plain, leaves
 from megalite.errors.problems import Problem, UserError, several
@@ -216,6 +217,9 @@ class Saver:
         if self._background is not None:
             job.training.optimizer.before_change = self._background.before_change
         self._under_way: tuple[int, Future[Saved]] | None = None  # the newest save, and of which step
+        self.uploads = Uploads(job.remote, job.folder, job.context, job.config.checkpoint.keep)
+        if job.resumed_from is not None:
+            self.uploads.offer(job.resumed_from, job.progress.last_applied)
 
     def save(self, step: int) -> None:
         """Write the state after `step`, or begin to; a failure is reported, not raised."""
@@ -238,6 +242,7 @@ class Saver:
             )
         )
         how: dict[str, Any] = {"labels": folder.labels, "lost": folder.lost, "good_before": applied}
+        how["spared"] = lambda: self.uploads.step
 
         def write(pieces: Sequence[Piece], context: ParallelContext) -> Saved:
             ruined = [name for of_rank in context.gather_json(not_finite(pieces)[:1]) for name in of_rank]
@@ -276,6 +281,7 @@ class Saver:
         future = None if self._under_way is None else self._under_way[1]
         if future is not None and future.done() and not isinstance(future.exception(), TrainingStoppedError):
             self.wait()
+        self.uploads.report(self._job.log.event)
 
     def close(self) -> None:
         """The run ends for another reason, which is the one that is reported. A save under way comes to its end, unless
@@ -284,6 +290,12 @@ class Saver:
             futures.wait([self._under_way[1]], self._job.config.parallel.timeout_s)
             with suppress(Exception):
                 self.report()
+        self.end_uploads(hasty=True)
+
+    def end_uploads(self, *, hasty: bool) -> str:
+        """Wait for the upload under way, for less where the run does not end by itself; what is not uploaded then."""
+        job = self._job
+        return self.uploads.end(lambda: hasty or job.stop.requested, job.log.note, job.log.event)
 
     def advise(self) -> str:
         """`advice` once no save is under way; collective."""
@@ -300,6 +312,7 @@ class Saver:
             return
         self.saved_step = step
         self._job.status.write("running", step)
+        self.uploads.offer(step, self._job.progress.last_applied)
         seconds, stall_s = round(saved.seconds, 3), round(saved.stall_s, 3)
         log.event("checkpoint", step, bytes=saved.bytes, seconds=seconds, stall_s=stall_s)
 

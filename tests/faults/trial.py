@@ -44,6 +44,7 @@ class Trial:
     arguments: Sequence[str]
     dice: random.Random
     world_size: int
+    variables: Mapping[str, str] = field(default_factory=dict)  # of the ranks' environment, beside their places
     lasts_s: float = 0.0  # an undisturbed run, from the start of its processes to their end
     ranks: list[ForkServerProcess] = field(default_factory=list)
     left: list[int] = field(default_factory=list)  # processes that outlived the rank that had started them
@@ -62,7 +63,7 @@ class Trial:
         context = multiprocessing.get_context("forkserver")
         self.ranks = []
         for rank in range(self.world_size):
-            variables = {**world, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
+            variables = {**self.variables, **world, "RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"}
             arguments = (self.main, words, variables, self.folder / "output.log", size_limit)
             process = context.Process(target=_rank, args=arguments, daemon=True)
             process.start()

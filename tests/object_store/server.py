@@ -89,6 +89,14 @@ class ObjectStore:
         of_these = [one for one in self.requests if methods == "*" or one[0] in methods.split("|")]
         return sum(key.startswith(begins) for _, key, _ in of_these)
 
+    def contents(self, prefix: str) -> dict[str, bytes]:
+        """What the server holds below "bucket/prefix", read past the proxy."""
+        from moto.s3.models import s3_backends
+
+        bucket, _, begins = prefix.partition("/")
+        keys = next(iter(s3_backends.values()))["global"].buckets[bucket].keys.items()
+        return {f"{bucket}/{name}": key.value for name, key in keys if name.startswith(begins)}
+
     @contextmanager
     def failing(self, how: How, **which: str | float) -> Iterator[Fault]:
         """Meanwhile requests fail in this way; see Fault."""
