@@ -60,7 +60,7 @@ UNUSED: list[Inert] = [
     ("position", "rope", "rope_theta"),
     ("position", "learned", "max_positions"),
     ("sample_tokens", 1, "sample_interval sample_prompts"),
-    ("eval_interval", 1, "eval_batches"),
+    ("eval_interval", 1, "eval_batches data.validation"),
 ]
 
 
@@ -208,6 +208,7 @@ def data_suits_its_source(case: Case) -> Iterator[Found]:
     unusable = not none and not all(type(part) in (str, int) and str(part).strip() for part in parts)
     uneven = shares and not 1 < len(shares) == len(parts)
     yield stdlib and not none, "data.path data.source", f"{NO_EFFECT}, Python's own source: data=text for files"
+    yield stdlib and data.validation, "data.validation data.source", "sets are of files: data=text, hf or tokens"
     yield not stdlib and none, "data.path", f"data={data.source} must be told what to read"
     yield not stdlib and unusable, "data.path", "must be text or a list of texts"
     yield uneven, "data.weights", f"must be as many as data.path has parts, {len(parts)}, and at least two"

@@ -54,7 +54,7 @@ from megalite.train.metrics import StepClock
 
 # Settings that may differ between machines: a name for people, numbers of cores, places whose content is compared.
 OF_A_MACHINE = (
-    *("run_name", "tokenizer", "data.path", "data.cache_dir", "data.workers"),
+    *("run_name", "tokenizer", "data.path", "data.validation", "data.cache_dir", "data.workers"),
     *("checkpoint.init_from", "parallel.nccl_options"),
 )
 

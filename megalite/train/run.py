@@ -127,7 +127,8 @@ def open_training_data(
     made = all_ranks_or_raise(context, lambda: prepare(config) if first_of_node else None, patient=True)
     # Other ranks find the files made; where the text has changed meanwhile they make their own, and are refused below.
     data = all_ranks_or_raise(context, lambda: open_data(config, made or prepare(config)), patient=True)
-    others = {fingerprint: rank for rank, [fingerprint] in enumerate(context.gather_json([data.fingerprint]))}
+    found = context.gather_json([data.fingerprint, data.fingerprint_of_sets])
+    others = {tuple(fingerprints): rank for rank, fingerprints in enumerate(found)}
     if len(others) > 1:  # the same on every rank, so that all refuse
         rule = f"ranks {' and '.join(map(str, sorted(others.values())))} find different data at this place"
         raise UserError(Problem("data.path", config.data.path, rule, "give every node the same files"))
