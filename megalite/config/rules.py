@@ -346,6 +346,7 @@ EXPERT_RULES: tuple[Rule, ...] = (("num_experts", "not a multiple of", "ep"),)
 STAGE_RULES: tuple[Rule, ...] = (stages_hold_all_layers,)
 SCHEDULE_RULES: tuple[Rule, ...] = (batches_suit_ranks_and_schedule,)
 RULES: tuple[Rule, ...] = (
+    ("layer_norms_interval", "not a multiple of", "log_interval"),
     ("num_key_value_heads", "does not divide", "num_attention_heads"),
     ("rope_high_frequency_factor", "not above", "rope_low_frequency_factor", lambda case: _scaling(case) == "llama3"),
     ("rope_beta_fast", "not above", "rope_beta_slow", lambda case: _scaling(case) == "yarn"),

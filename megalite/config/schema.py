@@ -327,6 +327,7 @@ class LogConfig:
     trackio: bool = setting(False, "on this machine for trackio, or where its own variables say")
     trackio_project: str = setting("megalite", "project that the run appears in there")
     update_sizes: bool = setting(False, "sizes of updates and weights by layer and group in each line of metrics.jsonl")
+    layer_norms_interval: int = setting(0, "steps between RMS of outputs and gradients by layer; 0: never", at_least=0)
     alert_command: str | None = setting(None, "shell command that hears what should wake somebody (docs/logging.md)")
     alert_minutes: float = setting(10.0, "least minutes between two alerts of one kind", at_least=0)
     metrics_port: int | None = setting(

@@ -39,6 +39,7 @@ from megalite.model.gpt import GPT, Routers
 from megalite.model.init import start_values
 from megalite.moe.dispatch import ExpertRanks
 from megalite.optim.buffers import TrainingBuffers, dtype_of
+from megalite.optim.layer_norms import LayerNorms
 from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.optim.rank_buffers import rank_buffers, records_of
@@ -79,6 +80,7 @@ class Training:
     loss_scale: LossScale | None  # in fp16
     spikes: SpikeWindow | None  # with train.skip_spikes
     update_sizes: UpdateSizes | None  # with log.update_sizes
+    layer_norms: LayerNorms | None  # with log.layer_norms_interval
     clock: StepClock
     embeds: bool  # this rank's stages embed tokens
 
@@ -173,7 +175,8 @@ def build_training(
     optimizer = make_optimizer(buffers, config, context)
     embeds, world = any(chunk.embeds for chunk in chunks), context.group("world")
     sizes = UpdateSizes(buffers, replicas, config, embeds=embeds, world=world) if config.log.update_sizes else None
-    return Training(chunks, executor, buffers, optimizer, replicas, sync, gather, scale, spikes, sizes, clock, embeds)
+    measures = scale, spikes, sizes, layer_norms(chunks, buffers, replicas, config, context), clock, embeds
+    return Training(chunks, executor, buffers, optimizer, replicas, sync, gather, *measures)
 
 
 def rebuilt(
@@ -185,7 +188,8 @@ def rebuilt(
     chunks, sync, executor = build_model(config, context, *of_model, say)
     for (_, value), (_, before) in zip(Routers(chunks).state(), Routers(training.chunks).state(), strict=True):
         value.copy_(before)
-    return replace(training, chunks=chunks, sync=sync, executor=executor)
+    norms = layer_norms(chunks, training.buffers, training.replicas, config, context)
+    return replace(training, chunks=chunks, sync=sync, executor=executor, layer_norms=norms)
 
 
 def build_model(
@@ -219,6 +223,21 @@ def build_model(
         say=say,
     )
     return chunks, sync, executor
+
+
+def layer_norms(
+    chunks: list[GPT],
+    buffers: TrainingBuffers,
+    replicas: Mapping[Kind, ReplicaGroups],
+    config: Config,
+    context: ParallelContext,
+) -> LayerNorms | None:
+    """What measures activations and gradients, where it is asked for."""
+    if not config.log.layer_norms_interval:
+        return None
+    counts = context.index("tp") == 0 or bool(config.parallel.sequence_parallel)
+    embeds, world = any(chunk.embeds for chunk in chunks), context.group("world")
+    return LayerNorms(chunks, buffers, replicas, config, counts=counts, embeds=embeds, world=world)
 
 
 def build_chunks(config: Config, context: ParallelContext, waiting: Waiting) -> list[GPT]:
@@ -316,6 +335,7 @@ def graph_of(config: Config, context: ParallelContext) -> bool | None:
         model.dropout,
         model.attention_dropout,
         model.embedding_dropout,
+        config.log.layer_norms_interval,
     )
     if asked is None and (any(new) or config.train.deterministic or context.world_size > 1 or context.device == CPU):
         return False

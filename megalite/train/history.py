@@ -64,6 +64,7 @@ STEP_PARTS: tuple[StepPart, ...] = get_args(StepPart)
 METRICS, EVENTS, PIPELINE = "metrics.jsonl", "events.jsonl", "pipeline.jsonl"
 ENDS = ("stopped", "finished", "failed")
 NOT_LOGGED = ("start", "resume", "ranks", "sample")  # kinds of events that are long
+LAYER_NORMS = ["activation_rms", "gradient_rms"]
 UPDATE_SIZES = [f"{of}{size}" for of in ("", "group_") for size in ("update_rms", "update_norm", "weight_rms")]
 NEEDED = {  # by kind of event: what its readers compute with
     "checkpoint": ("bytes", "seconds", "stall_s"),
@@ -81,7 +82,9 @@ TYPES: dict[str, Any] = {  # of values, by name; all others of a line of metrics
     **dict.fromkeys(("memory_gib", "compute_s"), float | list[float]),
     **dict.fromkeys(("mfu", "mfu_causal", "val_bits_per_byte", "loss_scale"), float | None),  # where it is known
     "versions": dict[str, str],
-    **dict.fromkeys(("time_split", "layer_attention_logit", "source_loss", "epochs", *UPDATE_SIZES), dict[str, float]),
+    **dict.fromkeys(
+        ("time_split", "layer_attention_logit", "source_loss", "epochs", *UPDATE_SIZES, *LAYER_NORMS), dict[str, float]
+    ),
     "moe": dict[str, float | list[list[int]]],
     **dict.fromkeys(("cuts", "source_tokens"), dict[str, int]),
     "about": list[list[str]],

@@ -246,7 +246,10 @@ def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatch
     every, step = job.config.train.record_pipeline, data.planned.step
     lr, decay = step_rates(step - 1, job.plan)
     job.problems = job.problems or data.problems
-    with job.training.executor.recording() if every and step % every == 0 else nullcontext() as spans:
+    apart, layers = job.config.log.layer_norms_interval, job.training.layer_norms
+    layers = layers if apart and step % apart == 0 else None
+    watching = nullcontext() if layers is None else layers.watching()
+    with watching, job.training.executor.recording() if every and step % every == 0 else nullcontext() as spans:
         metrics = train_step(
             data.microbatches,
             data.local_tokens,
@@ -256,6 +259,7 @@ def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatch
             refused=bool(job.problems),
             next_local_tokens=None if coming is None or coming.planned.skipped else coming.local_tokens,
             measures=job.is_logged(step),
+            layers=layers,
         )
     if spans is not None:
         record_pipeline(job, step, spans)

@@ -10,6 +10,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +49,7 @@ from megalite.train.build import (
 from megalite.train.evaluate import prompts_of
 from megalite.train.history import Note, RunLog, StatusFile, View, examine_records
 from megalite.train.loop import Job, record_settings, train_phase
+from megalite.train.owners import write_memory
 from megalite.train.phases import begin
 from megalite.train.saving import Progress, Saver, TrainingStoppedError, restore, state_bytes
 
@@ -305,6 +307,11 @@ def record_failure(error: Exception, job: Job) -> None:
         smaller = f"{MICRO}={1 if size % 2 else size // 2}, " if size > 1 else ""
         saves = f"{smaller}train.recompute=full, or a larger parallel.tp or parallel.pp"
         to_stderr(f"megalite: less memory is needed with {saves}")
+        with suppress(Exception):  # what helps to understand the failure must not become another
+            path = write_memory(
+                job.training, job.folder.path / "logs", context.rank, cuda=context.device.type == "cuda"
+            )
+            to_stderr(f"megalite: rank {context.rank}: the largest owners of memory: {path}")
     with stop_request():  # torchrun ends all ranks when the first one exits: not before this is said
         cause = find_cause(context, error)
     if cause:

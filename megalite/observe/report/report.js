@@ -268,6 +268,8 @@ else {
     "largest of neighbouring steps; shades are logarithmic.", run.layers.relative_update);
   layerMap("Largest attention logit, by layer", "Before softmax. Shades are logarithmic.",
     run.layers.layer_attention_logit);
+  layerMap("Output, by layer", "Root mean square. Shades are logarithmic.", run.layers.activation_rms);
+  layerMap("Gradient, by layer", "Root mean square before clipping. Shades are logarithmic.", run.layers.gradient_rms);
   if (run.experts) expertMaps(run.experts);
 }
 form.over.value = usual;
