@@ -15,6 +15,8 @@ COMMANDS = {  # name: its module, its function there, and what it does
     "report": ("models", "report", "draw the report of a run, or compare several"),
     "verify": ("plan", "verify", "whether a layout trains like one process"),
     "coordinates": ("coordinates", "coordinates", "whether activations keep their size as a model grows"),
+    "scaling plan": ("scaling", "plan", "a sweep of sizes, from which to learn how the loss scales"),
+    "scaling fit": ("scaling", "fit", "how the loss of finished runs falls with parameters, tokens and compute"),
     "preflight": ("preflight", "main", "measure the nodes of a job, and name those that are slow or wrong"),
     "plan ranks": ("plan", "ranks", "who talks to whom in a layout"),
     "plan schedule": ("plan", "schedule", "who computes which microbatch when in a pipeline"),
@@ -28,11 +30,11 @@ def main() -> int:
     if words[:1] == ["--version"]:
         print(f"megalite {__version__}")
         return 0
-    size = 2 if words[:1] == ["plan"] else 1
+    size = 2 if words[:1] in (["plan"], ["scaling"]) else 1
     name, rest = " ".join(words[:size]), words[size:]
     if f"plan {name}" in COMMANDS:  # `megalite schedule` is `megalite plan schedule`
         name = f"plan {name}"
-    if name in ("", "plan") or name.endswith(("-h", "--help")):
+    if name in ("", "plan", "scaling") or name.endswith(("-h", "--help")):
         listed = "\n".join(f"  {name:<14} {does}" for name, (*_, does) in COMMANDS.items())
         print(f"usage: megalite COMMAND ...\n\n{listed}\n\nmegalite COMMAND --help says more.")
         return 0

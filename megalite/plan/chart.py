@@ -10,12 +10,13 @@ COLOURS = 10  # of picture.css
 TICKS = 6  # on an axis, at most
 LARGEST = 1e300  # of numbers that are drawn, so that the difference of two is finite
 FLAT = 1e-12  # share of its numbers that a range must be wide, so that places in it are exact
+Curve = tuple[str, Sequence[tuple[float, float]]]
 
 
-def chart(title: str, curves: Sequence[tuple[str, Sequence[tuple[float, float]]]], x: str) -> Picture:
+def chart(title: str, curves: Sequence[Curve], x: str, dots: Curve | None = None) -> Picture:
     """Names and curves of points (x, y), of which those with NaN or an infinity are left out; `x` is the word below
-    the axis."""
-    shown = [(name, [point for point in curve if _can_be_drawn(point)]) for name, curve in curves]
+    the axis. The points of `dots` are drawn one by one."""
+    shown = [(name, [*filter(_can_be_drawn, curve)]) for name, curve in (*curves, *([dots] if dots else []))]
     picture, points = Picture(title), [point for _, curve in shown for point in curve] or [(0.0, 0.0)]
     (left, right), (low, high) = (_range(values) for values in zip(*points, strict=True))
     right_end, bottom = LEFT + WIDTH, TOP + HEIGHT
@@ -34,11 +35,13 @@ def chart(title: str, curves: Sequence[tuple[str, Sequence[tuple[float, float]]]
     picture.text(LEFT + WIDTH / 2, bottom + 2 * LINE, x, "mid")
     for number, (name, curve) in enumerate(shown):
         colour, level = f"c{number % COLOURS} line", bottom + (number + 3) * LINE
-        if curve:
+        if dots and number == len(curves):
+            picture.path("".join("M{:.5g} {:.5g}h-3v-3h6v6h-6v-3".format(*place(point)) for point in curve), colour)
+        elif curve:
             picture.path("M" + "L".join("{:.5g} {:.5g}".format(*place(point)) for point in curve), colour)
         picture.path(f"M{LEFT} {level - 4}h24", colour)
         picture.text(LEFT + 32, level, name)
-    picture.width, picture.height = right_end + 8, bottom + (len(curves) + 3) * LINE
+    picture.width, picture.height = right_end + 8, bottom + (len(shown) + 3) * LINE
     return picture
 
 
