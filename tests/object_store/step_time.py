@@ -1,10 +1,10 @@
-"""Step times without a store, with one that is idle, and with one that is dead, in turns.
+"""Step times without a store, with one that is idle and with one that is dead: three trainings side by side, which meet
+the same load of the machine.
 
-python -m tests.object_store.step_time [ROUNDS]
+python -m tests.object_store.step_time [SECONDS]
 
-Each run is a process of its own that saves after step 40 of 120. An idle store has that checkpoint soon; a dead one
-refuses connections from step 20 on, and the upload is tried again until the end. Printed are the medians of steps 81 to
-119 over all rounds, and the smallest of a round.
+The first saves behind the training every 40 steps and has no store, the second has one and nothing to upload, the third
+saves as the first and uploads to a server that is gone. Compared are the steps from 45 on that all have done.
 """
 
 import sys
@@ -14,44 +14,41 @@ from pathlib import Path
 from statistics import median
 
 from megalite.train.history import METRICS, read_metrics
-from tests.object_store.server import ObjectStore, running
+from tests.object_store.server import running
 from tests.train.runs import kill, launch, overrides, wait_for_step, write_text
 
-SAVED, FROM, STEPS = 40, 81, 120
-SETTINGS = (f"train.steps={STEPS}", f"checkpoint.interval={SAVED}", "train.eval_interval=1000", "train.sample_tokens=0")
-LARGER = ("model.hidden_size=128", "train.global_batch_size=16", "train.check_replicas_every=0")
-KINDS = ("no store", "idle", "dead")
+SETTINGS = ("train.steps=400", "train.eval_interval=10000", "train.sample_tokens=0", "checkpoint.async=true")
 
 
-def step_times(store: ObjectStore, folder: Path, kind: str, number: int) -> list[float]:
-    run = f"{kind.replace(' ', '-')}-{number}"
-    remote = [] if kind == "no store" else [f"checkpoint.remote={store.url()}"]
-    process = launch(overrides(folder, run, *SETTINGS, *LARGER, *remote), variables=store.environment)
-    wait_for_step(process, folder / run, SAVED // 2)
-    if kind == "dead":
-        with store.dead():
-            wait_for_step(process, folder / run, STEPS - 1)
-            kill(process)
-    else:
-        wait_for_step(process, folder / run, STEPS - 1)
-        kill(process)
-    lines = read_metrics(folder / run / METRICS)
-    return [line["step_time_s"] for line in lines if "loss" in line and FROM <= line["step"] < STEPS]
+def times_of(run: Path) -> dict[int, float]:
+    return {line["step"]: line["step_time_s"] for line in read_metrics(run / METRICS) if "loss" in line}
 
 
 def main() -> None:
-    times: dict[str, list[list[float]]] = {kind: [] for kind in KINDS}
-    with tempfile.TemporaryDirectory() as place, running() as store:
-        write_text(Path(place) / "text.txt")
-        for number in range(int(sys.argv[1]) if len(sys.argv) > 1 else 5):
-            for at in range(len(KINDS)):
-                kind = KINDS[(at + number) % len(KINDS)]
-                times[kind].append(step_times(store, Path(place), kind, number))
-                time.sleep(0.1)
-    print("| store | median of all | smallest median of a round |\n| --- | --- | --- |")
-    for kind, rounds in times.items():
-        whole, best = median(one for each in rounds for one in each), min(map(median, rounds))
-        print(f"| {kind} | {1000 * whole:.2f} ms | {1000 * best:.2f} ms |")
+    lasts_s = float(sys.argv[1]) if len(sys.argv) > 1 else 60.0
+    with tempfile.TemporaryDirectory() as place, running() as alive, running() as dead:
+        write_text((folder := Path(place)) / "text.txt")
+        words = {
+            "none": (alive, ["checkpoint.interval=40"]),
+            "idle": (alive, ["checkpoint.interval=1000", f"checkpoint.remote={alive.url()}"]),
+            "dead": (dead, ["checkpoint.interval=40", f"checkpoint.remote={dead.url()}"]),
+        }
+        runs = {
+            kind: launch(overrides(folder, kind, *SETTINGS, *each), variables=store.environment)
+            for kind, (store, each) in words.items()
+        }
+        wait_for_step(runs["dead"], folder / "dead", 5)
+        dead.stop()
+        deadline = time.monotonic() + lasts_s
+        while time.monotonic() < deadline and all(process.poll() is None for process in runs.values()):
+            time.sleep(0.1)
+        for process in runs.values():
+            kill(process)
+        times = {kind: times_of(folder / kind) for kind in runs}
+        dead.start()  # `running` stops it
+    steps = range(45, min(map(max, times.values())))
+    for kind, of_step in times.items():
+        print(f"{kind}: median of {len(steps)} steps {1000 * median(of_step[step] for step in steps):.2f} ms")
 
 
 if __name__ == "__main__":
