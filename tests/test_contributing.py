@@ -137,7 +137,8 @@ if __name__ == "__main__":
     found = run_ranks(rest, 2, after[0], dtype=f64, layout=after[1])
     build.make_optimizer = Reference
     whole = train(ParallelContext(dtype=f64), config(1))
-    rest = {name: getattr(whole, name)[2:] for name in ("losses", "grad_norms", "tokens", "gradients", "sizes")}
+    names = ("losses", "grad_norms", "tokens", "gradients", "sizes", "layers")
+    rest = {name: getattr(whole, name)[2:] for name in names}
     assert_same_training(found, replace(whole, **rest))
 """
 

@@ -26,14 +26,14 @@ FLOORS = [
 ]
 # Lines of .py files; docstrings, comments and blank lines count. A change that needs more raises a number and says why.
 BUDGET = {
-    "the package": 22_800,
-    "what train.run imports": 14_820,  # imports inside of functions included
+    "the package": 23_170,
+    "what train.run imports": 15_103,  # imports inside of functions included
     "a file": 400,
     "a function": 60,
 }
 GENITIVES = re.compile(r"(?:^|[.:?!]\s+)(?:Of|By|Those|As|So many|None of|Nor)\b")
 LONGER = {  # functions that are allowed more
-    "TrainStep.__call__": 100,
+    "TrainStep.__call__": 105,
 }
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -41,6 +41,7 @@ CLASHES: list[tuple[str, Values, str, Values, str]] = [
     ("rollback_after", bool, "checkpoint.interval", {0}, "with {1} there is no checkpoint to go back to"),
     ("expert_bias_rate", bool, "score", {"softmax"}, "with {1} a bias moves the scores of all experts"),
     ("cuda_graph", {True}, "device", {"cpu"}, NO_EFFECT),
+    ("layer_norms_interval", bool, "cuda_graph", {True}, "{1} repeats kernels without a look at what they compute"),
     ("fp8", bool, "precision", NOT_BF16, "fp8 stands in for products of bf16 numbers, not with {1}"),
     ("fp8_weight_gradients", {True}, "train.fp8", {None}, NO_EFFECT),
     ("gradient_dtype", {"bf16"}, "precision", NOT_BF16, "does not go with {1}"),

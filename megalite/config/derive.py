@@ -36,7 +36,7 @@ TRAINING = {
     *("seed", "tokenizer", "checkpoint.init_from"),
 } - {
     *("model.name", "model.loss_chunk_tokens", "model.moe.dispatcher"),
-    *("data.cache_dir", "data.workers", "data.streaming"),
+    *("data.cache_dir", "data.workers", "data.streaming", "data.validation"),
     *(f"optimizer.{name}" for name in ("zero", "instances", "bucket_size", "overlap", "ownership", "may_change")),
     *("optimizer.communication_dtype", "optimizer.initial_loss_scale", "optimizer.min_loss_scale"),
     *("optimizer.loss_scale_window", "optimizer.hysteresis"),
@@ -191,14 +191,19 @@ def looks_like_path(name: str) -> bool:
 
 def _resolved(config: Config) -> Config:
     """A copy in which sizes and absolute paths are written out; names at the hub stay as they are."""
-    data, tokenizer, path = config.data, config.tokenizer, config.data.path
-    if path is not None:
-        named = map(str, path if isinstance(path, list) else [path])
-        parts = [part if data.source == "hf" else absolute(part) for part in named]
-        path = parts if isinstance(path, list) else parts[0]
+    data, tokenizer = config.data, config.tokenizer
+
+    def found(path: Any) -> Any:
+        """A path, or a list of them."""
+        if isinstance(path, list):
+            return [found(part) for part in path]
+        return path if path is None else str(path) if data.source == "hf" else absolute(str(path))
+
+    sets = data.validation and {name: found(path) for name, path in data.validation.items()}
     if looks_like_path(tokenizer) or os.path.isdir(os.path.expanduser(tokenizer)):
         tokenizer = absolute(tokenizer)
     cache = data.cache_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "megalite")
     start = config.checkpoint.init_from and absolute(config.checkpoint.init_from)
-    places = {"data.path": path, "data.cache_dir": absolute(cache), "checkpoint.init_from": start}
+    places = {"data.path": found(data.path), "data.cache_dir": absolute(cache), "checkpoint.init_from": start}
+    places["data.validation"] = sets
     return with_values(derive_sizes(config), {"tokenizer": tokenizer, **places})

@@ -65,7 +65,8 @@ def data_is_not_written_over(config: Config) -> Iterator[Problem]:
     """A folder of text is read with all that is below it: what the run writes there would be other data next time."""
     path, cache, status = config.data.path, config.data.cache_dir, config.launch.status_file
     written = {"run_dir": config.run_dir or "runs", "data.cache_dir": cache, "launch.status_file": status}
-    places = [absolute(str(part)) for part in (path if isinstance(path, list) else [path])]
+    named = [path, *(config.data.validation or {}).values()]
+    places = [absolute(str(part)) for one in named for part in (one if isinstance(one, list) else [one])]
     for place in places if config.data.source in ("text", "hf") else ():
         files = (one for one in glob.iglob(place, recursive=True) if os.path.isfile(one))
         read = {*map(os.path.realpath, (place, *files))}

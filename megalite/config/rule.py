@@ -13,6 +13,7 @@ after it was tried: with it the refused setting breaks no rule, and no setting i
 import math
 import operator
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,7 +24,7 @@ from megalite.config.clashes import full_name
 from megalite.config.derive import derive_sizes
 from megalite.config.groups import flaws_of_groups
 from megalite.config.lr_table import flaws_of_table
-from megalite.config.schema import Config
+from megalite.config.schema import HELD_OUT, Config
 from megalite.config.settings import SETTINGS, Setting, value_of, with_values, yaml_value
 from megalite.errors.problems import Problem, rounded
 
@@ -42,12 +43,28 @@ PLACES = (
 )
 LONGEST_NAME = 255  # bytes of a file's name, in any usual file system
 TRIED, OFFERED, WAYS = 80, 3, 4  # values of one setting, those of them that are offered, and settings
+SET_NAME = re.compile(r"[A-Za-z_]\w{0,39}", re.ASCII)
 NEAR = 32  # whole numbers that far away are tried
 LARGEST_DIVISOR = 1 << 12
+
+
+def flaws_of_sets(sets: Mapping[Any, Any]) -> list[str]:
+    """All that is wrong with data.validation on its own."""
+    found = [f"{name!r} must be a name: letters, digits and _" for name in sets if not SET_NAME.fullmatch(str(name))]
+    found += [f"{HELD_OUT} names the part that data.validation_fraction holds out"] * (HELD_OUT in sets)
+    for name, paths in sets.items():
+        listed = paths if isinstance(paths, list) else [paths]
+        if not listed or not all(isinstance(path, str) and path.strip() for path in listed):
+            found.append(f"{name} must be a path or a list of paths")
+        elif problem := unusable_path("data.validation", listed):
+            found.append(f"{name}: {problem.rule}")
+    return found
+
 
 # What is wrong with values of these settings, in words, and one that works.
 SHAPES: dict[str, tuple[Callable[[Any], list[str]], str]] = {
     "lr.table": (flaws_of_table, "[[0,0.1],[0.05,1],[1,0]]"),
+    "data.validation": (flaws_of_sets, "{web: web.txt, code: [a.txt, b.txt]}"),
     "optimizer.groups": (flaws_of_groups, "[{match: '*.attention.*', lr: 0.1x, weight_decay: 0}]"),
 }
 EXAMPLES = {  # where the default is null, and null is no answer to who gives a number

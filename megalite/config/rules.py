@@ -60,7 +60,7 @@ UNUSED: list[Inert] = [
     ("position", "rope", "rope_theta"),
     ("position", "learned", "max_positions"),
     ("sample_tokens", 1, "sample_interval sample_prompts"),
-    ("eval_interval", 1, "eval_batches"),
+    ("eval_interval", 1, "eval_batches data.validation"),
 ]
 
 
@@ -208,6 +208,7 @@ def data_suits_its_source(case: Case) -> Iterator[Found]:
     unusable = not none and not all(type(part) in (str, int) and str(part).strip() for part in parts)
     uneven = shares and not 1 < len(shares) == len(parts)
     yield stdlib and not none, "data.path data.source", f"{NO_EFFECT}, Python's own source: data=text for files"
+    yield stdlib and data.validation, "data.validation data.source", "sets are of files: data=text, hf or tokens"
     yield not stdlib and none, "data.path", f"data={data.source} must be told what to read"
     yield not stdlib and unusable, "data.path", "must be text or a list of texts"
     yield uneven, "data.weights", f"must be as many as data.path has parts, {len(parts)}, and at least two"
@@ -345,6 +346,7 @@ EXPERT_RULES: tuple[Rule, ...] = (("num_experts", "not a multiple of", "ep"),)
 STAGE_RULES: tuple[Rule, ...] = (stages_hold_all_layers,)
 SCHEDULE_RULES: tuple[Rule, ...] = (batches_suit_ranks_and_schedule,)
 RULES: tuple[Rule, ...] = (
+    ("layer_norms_interval", "not a multiple of", "log_interval"),
     ("num_key_value_heads", "does not divide", "num_attention_heads"),
     ("rope_high_frequency_factor", "not above", "rope_low_frequency_factor", lambda case: _scaling(case) == "llama3"),
     ("rope_beta_fast", "not above", "rope_beta_slow", lambda case: _scaling(case) == "yarn"),

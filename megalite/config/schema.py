@@ -12,6 +12,7 @@ from megalite.config.schedule_request import SCHEDULE_NAMES
 
 A_YEAR_S = 365 * 24 * 3600  # as long as a wait may be asked for
 LEAST_FLEX_HEAD = 16  # numbers of a head: torch's flex attention takes no smaller ones
+HELD_OUT = "held_out"  # the validation set that data.validation_fraction makes
 MOST_STEPS = 10**8 - 1  # names of checkpoints have eight digits
 MOST_LAYERS, MOST = 10_000, 2**20  # far beyond what anyone trains, and few enough to list
 
@@ -289,6 +290,7 @@ class DataConfig:
     streaming: bool = setting(False, "hf: read over the network while tokenizing, without a local copy of the text")
     text_column: str = setting("text", "jsonl, json, csv, parquet, hf: the column that holds the text")
     validation_fraction: float = setting(0.1, "share of the tokens held out, from the end", at_least=0, below=1)
+    validation: dict[str, Any] | None = setting(None, "other validation sets: {name: path or list of paths, ...}")
     bpe_vocab_size: int = setting(4096, "tokenizer=bpe: size of the trained vocabulary", at_least=258)
     cross_document_attention: bool = setting(True, "false: attention and positions restart at each document")
     mask_end_of_document: bool = setting(False, "true: predicting the end of a document is not part of the loss")
@@ -324,6 +326,7 @@ class LogConfig:
     trackio: bool = setting(False, "on this machine for trackio, or where its own variables say")
     trackio_project: str = setting("megalite", "project that the run appears in there")
     update_sizes: bool = setting(False, "sizes of updates and weights by layer and group in each line of metrics.jsonl")
+    layer_norms_interval: int = setting(0, "steps between RMS of outputs and gradients by layer; 0: never", at_least=0)
     alert_command: str | None = setting(None, "shell command that hears what should wake somebody (docs/logging.md)")
     alert_minutes: float = setting(10.0, "least minutes between two alerts of one kind", at_least=0)
     metrics_port: int | None = setting(

@@ -28,6 +28,7 @@ TYPE_WORDS = {
     list[list[float]]: "a list of lists of numbers",
     list[str]: "a list of words",
     list[dict[str, Any]]: "a list of groups",
+    dict[str, Any]: "names with paths",
     Any: "text or a list of it",
 }
 

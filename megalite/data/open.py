@@ -4,37 +4,51 @@ The split is by position: the last `validation_fraction` of each part's tokens i
 """
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path, PurePath
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
 from megalite.config.files import read_object, write_atomically
-from megalite.config.schema import Config, DataConfig
+from megalite.config.schema import HELD_OUT, Config, DataConfig
 from megalite.data.samples import IntArray, Part, SampleSource, integer_weights
 from megalite.data.token_file import HASH_WHOLE, TokenFile, with_suffix
 from megalite.data.tokenizers import TextTokenizer, load_tokenizer
-from megalite.errors.problems import Problem, UserError, collect_all, refuse, several
+from megalite.errors.problems import Problem, UserError, about, collect, collect_all, refuse, several
 
 RECORD = "token_files.json"  # in a run's folder: size and time of each large token file
-# The token files of a run, before they are opened, and for data=tokens the tokenizer that `tokenizer=` names.
-TokenFiles = tuple[list[Path], TextTokenizer | None]
 FORMAT = 1  # part of every fingerprint: a change of what preparation produces renews all caches
+
+
+class TokenFiles(NamedTuple):
+    """The token files of a run, before they are opened, and for data=tokens the tokenizer that `tokenizer=` names."""
+
+    prefixes: list[Path]
+    named: TextTokenizer | None
+    sets: Mapping[str, list[Path]]  # of data.validation, by name
 
 
 @dataclass(frozen=True)
 class OpenedData:
-    """The data of a run."""
+    """The data of a run. Its fingerprint is of what defines training: not of the sets of data.validation."""
 
     train: SampleSource
     validation: SampleSource | None
     tokenizer: TextTokenizer | None
     fingerprint: str
     description: str
+    sets: Mapping[str, SampleSource] = field(default_factory=dict)  # by name
+    fingerprint_of_sets: str = ""
+
+    @property
+    def evaluated(self) -> dict[str, SampleSource]:
+        """What is held out, and the sets, by name."""
+        return ({HELD_OUT: self.validation} if self.validation else {}) | dict(self.sets)
 
     @cached_property
     def bytes_of_ids(self) -> IntArray | None:
@@ -44,7 +58,44 @@ class OpenedData:
 
 def open_data(config: Config, found: TokenFiles) -> OpenedData:
     """Open the files that were found or made for `config`."""
-    prefixes, named = found
+    problems = list[Problem]()
+    opened = collect(lambda: _open_training(config, found.prefixes, found.named), problems)
+    sets = collect(lambda: collect_all(partial(_open_set, config, opened), found.sets.items()), problems)
+    refuse(problems)
+    assert opened is not None
+    assert sets is not None
+    sources, identities = dict(zip(found.sets, (one for one, _ in sets), strict=True)), [its for _, its in sets]
+    return replace(opened, sets=sources, fingerprint_of_sets=digest(FORMAT, [*sources], identities))
+
+
+def _open_set(
+    config: Config, opened: OpenedData | None, found: tuple[str, list[Path]]
+) -> tuple[SampleSource, list[str]]:
+    """A set of data.validation, by name and prefixes, and the identities of its files. UserError where it is shorter
+    than a sample, or does not fit what was opened for training."""
+    (name, prefixes), need, problems = found, config.train.seq_length + 1, list[Problem]()
+    setting, paths = f"data.validation.{name}", paths_of(sets_of(config)[name])
+    files = about(setting, lambda: collect_all(TokenFile.open, prefixes))
+    makers = [_saved(part.file)[1] for part in opened.train.parts] if opened else []
+    known = next(filter(None, [opened.tokenizer.identity if opened and opened.tokenizer else None, *makers]), None)
+    for path, file in zip(paths, files, strict=True):
+        if (length := len(file.tokens)) < need:
+            rule = f"{several(length, 'token')} are less than one sample of {need:,}"
+            hint = f"more text, or train.seq_length={length - 1}" if length > 1 else "more text"
+            problems.append(Problem(setting, path, rule, f"{hint}, or leave it out"))
+        if known and _saved(file)[1] not in (None, known):
+            rule, hint = "was made by another tokenizer than the training data", "prepare it again with that one"
+            problems.append(Problem(setting, path, rule, hint))
+    refuse(problems)
+    ids = opened.train.vocab_size if opened else 1 << 63
+    identities = about(setting, lambda: collect_all(lambda file: file.identity(ids), files))
+    parts, weights = [Part(file, 0, len(file.tokens)) for file in files], tuple(len(file.tokens) for file in files)
+    end = opened.train.end_of_document if opened else None
+    return SampleSource(parts, weights, need - 1, ids, None, end), identities
+
+
+def _open_training(config: Config, prefixes: list[Path], named: TextTokenizer | None) -> OpenedData:
+    """The data without the sets of data.validation."""
     files = collect_all(TokenFile.open, prefixes)
     shares, fraction, seq_length = config.data.weights, config.data.validation_fraction, config.train.seq_length
     weights = tuple(len(file.tokens) for file in files) if shares is None else integer_weights(shares)
@@ -87,6 +138,12 @@ def paths_of(data: DataConfig) -> list[str]:
     return [data.path] if isinstance(data.path, str) else list(data.path)
 
 
+def sets_of(config: Config) -> dict[str, DataConfig]:
+    """data.validation by name, each set as data of its own; none where nothing is evaluated."""
+    sets = config.data.validation if config.train.eval_interval > 0 else None
+    return {name: replace(config.data, path=path) for name, path in (sets or {}).items()}
+
+
 def source_names(data: DataConfig) -> list[str]:
     """Names of a blend's parts: the last part of each path, and what tells it from others of that name before it. Empty
     where there is no blend."""
@@ -112,11 +169,17 @@ def check_vocabulary(config: Config, needed: int) -> None:
         raise UserError(Problem("model.vocab_size", wanted, f"the tokenizer has {needed:,} tokens", hint))
 
 
+def _saved(file: TokenFile) -> tuple[TextTokenizer | None, str | None]:
+    """The tokenizer that made a token file, and its identity, as far as they are known."""
+    folder = with_suffix(file.prefix, ".tokenizer")
+    saved = load_tokenizer(folder) if folder.is_dir() else None
+    return saved, saved.identity if saved else file.facts.tokenizer
+
+
 def _tokenizer(config: Config, files: list[TokenFile], given: TextTokenizer | None) -> TextTokenizer | None:
     """The tokenizer that made the token files, which must be one."""
     folders = [with_suffix(file.prefix, ".tokenizer") for file in files]
-    saved = [load_tokenizer(folder) if folder.is_dir() else None for folder in folders]
-    identities = [it.identity if it else file.facts.tokenizer for it, file in zip(saved, files, strict=True)]
+    saved, identities = zip(*map(_saved, files), strict=True)
     known = given.identity if given else next(filter(None, identities), None)
     if strange := [folder for folder, it in zip(folders, identities, strict=True) if it not in (None, known)]:
         others = "the one given" if given else "the parts before"

@@ -57,6 +57,10 @@ class SampleSource:
     seed: int | None
     end_of_document: int | None
 
+    @property
+    def tokens(self) -> int:
+        return sum(part.tokens for part in self.parts)
+
     def epochs(self, samples: int) -> list[float]:
         """How many times the first `samples` go through each part."""
         counts = Blend(self.weights).counts(samples)

@@ -9,7 +9,7 @@ import errno
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -99,6 +99,15 @@ def collect_all(function: Callable[[Item], Result], items: Iterable[Item]) -> li
     results = [collect(partial(function, item), problems) for item in items]
     refuse(problems)
     return results  # type: ignore[return-value]  # None only where there are problems
+
+
+def about(setting: str, check: Callable[[], Result]) -> Result:
+    """The check's result; what it finds wrong with data.path is wrong with `setting`, which names such paths, too."""
+    try:
+        return check()
+    except UserError as error:
+        named = [replace(one, setting=setting) if one.setting == "data.path" else one for one in error.problems]
+        raise type(error)(named) from error
 
 
 def shortened(text: str) -> str:

@@ -57,7 +57,7 @@ def evaluate_saved(
         raise UserError(Problem("--max-tokens", max_tokens, rule, NAME_DATA))
     saved = open_model(folder, step, ema=ema)
     config, opened, source, description = (_own_data if own_data else _other_data)(saved, asked, named)
-    batches = _windows(source, config, rows, max_tokens or sum(part.tokens for part in source.parts))
+    batches = _windows(source, config, rows, max_tokens or source.tokens)
     if own_data:
         steps = validation_batches(source, config, torch.device("cpu"))
         batches = (batch for step in steps for batch in step)
@@ -88,7 +88,8 @@ def _own_data(saved: SavedModel, asked: Config, named: Set[str]) -> Work:
     if state is None:
         raise UserError(Problem("data", None, "a model of transformers has no data of its own", NAME_DATA))
     count = (asked if "train.eval_batches" in named else config).train.eval_batches
-    config = with_values(config, {"train.eval_interval": config.train.eval_interval or 1, "train.eval_batches": count})
+    values = {"train.eval_interval": config.train.eval_interval or 1, "data.validation": None}
+    config = with_values(config, {**values, "train.eval_batches": count})
     opened, known = open_data(config, prepare(config)), state.data
     if opened.fingerprint != known["fingerprint"]:
         rule = f"it is not the data of the run any more: {opened.description} now, {known['description']} then"

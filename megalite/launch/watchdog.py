@@ -85,6 +85,7 @@ class Watchdog:
         self._over.set()
         for thread in self._threads:
             thread.join(1.0)  # the host of the store may be gone
+        self._let_alert_end()  # another rank has ended first, and broken a collective of the main thread
 
     stop = __exit__
 
@@ -177,9 +178,12 @@ class Watchdog:
         writer.join(WRITE_S)
         return first
 
-    def _exit(self) -> None:
+    def _let_alert_end(self) -> None:
         if self._alerting.ident is not None:
             self._alerting.join(ALERT_S)
+
+    def _exit(self) -> None:
+        self._let_alert_end()
         if not self._over.is_set():  # else it went on at the last moment
             os._exit(1)  # the main thread will not
 

@@ -17,7 +17,7 @@ from megalite.checkpoint.commit import CHECKPOINTS, STATE, committed
 from megalite.config.files import read_object, read_yaml, refusing
 from megalite.config.settings import DERIVED, leaves
 from megalite.errors.problems import Problem, UserError
-from megalite.train.history import ENDS, EVENTS, METRICS, STEP_PARTS, changes, read_events, read_metrics
+from megalite.train.history import ENDS, EVENTS, METRICS, STEP_PARTS, changes, is_evaluation, read_events, read_metrics
 
 SUMMED_UP = ("checkpoint", "uploaded", "ranks", "sample")  # all other kinds of events are listed one by one
 MOST_LISTED = 160  # events that are kept: the newest
@@ -112,9 +112,9 @@ class RunData:
             for name, update in record.get(f"{kind}update_rms", {}).items():
                 if weight := weights.get(name):
                     self.series[f"{kind}relative_update/{name}"].add(step, update / weight)
-        if "val_loss" in record:
+        if is_evaluation(record):
             self.evaluation = dict(record)
-            self.best = min(self.best, (record["val_loss"], step))  # no nan is less
+            self.best = min(self.best, (record.get("val_loss", inf), step))  # no nan is less
             return
         self.last = dict(record)
         self._add_loads(step, record.get("moe", {}).get("tokens_per_expert") or [])
@@ -159,7 +159,9 @@ class RunData:
 def flat_values(record: Mapping[str, Any]) -> dict[str, Any]:
     """The known numbers of a record of metrics by name, but the step. Nested ones get names like `time_split/forward`,
     which trackers show as groups."""
-    named = {} if "kind" in record else {name: it for name, it in leaves(record).items() if name != "step"}
+    named = {} if "kind" in record else leaves({**record, "step": None, "validation": None})
+    sets = record.get("validation", {}).items()  # beside val_loss: val_loss/web
+    named |= {f"val_{measure}.{name}": it for name, its in sets for measure, it in its.items()}
     known = {name: value for name, value in named.items() if isinstance(value, int | float)}
     return {name.replace("'", "").replace(".", "/"): value for name, value in known.items()}  # a pattern is quoted
 
@@ -176,7 +178,7 @@ def read_run(folder: Path) -> RunData:
             raise ValueError("holds no settings")
     run = RunData(folder, {}, {*(settings.pop(DERIVED, None) or [])})
     records = read_metrics(folder / METRICS, run.damage.append)
-    once = {(record["step"], "val_loss" in record): record for record in records}
+    once = {(record["step"], is_evaluation(record)): record for record in records}
     if len(once) < len(records) or list(once) != sorted(once):
         run.damage.append(f"{METRICS}: lines repeat steps or are not in order; the last line of each step is shown")
     for record in [*(once[key] for key in sorted(once)), *read_events(folder / EVENTS, run.damage.append)]:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from textwrap import wrap
 from typing import Any, TextIO
 
 import numpy as np
@@ -20,7 +21,7 @@ from megalite.errors.problems import printable, several
 from megalite.observe import readable
 from megalite.observe.readable import print_lines
 from megalite.observe.run_data import RunData
-from megalite.train.history import ENDS
+from megalite.train.history import ENDS, is_evaluation
 
 NAMES_EVERY = 20  # lines between two lines of column names
 PREPARING_S = 10  # seconds between two lines about the preparation of data
@@ -60,9 +61,9 @@ class Terminal:
     def add(self, record: Mapping[str, Any]) -> None:
         """Show a record, if the user wants to know."""
         kind, step = record.get("kind"), record["step"]
-        if kind is None and "val_loss" in record:
+        if kind is None and is_evaluation(record):
             took = readable.step_time(record["eval_time_s"])
-            self.print(f"step {step}  validation loss {measures(record)}  ({took})")
+            self.print(f"step {step}  validation loss {measures(record)}  ({took})", *of_sets(record))
         elif kind is None:
             self._step(record)
         elif kind in ("start", "resume"):
@@ -146,9 +147,12 @@ def what_was_learned(run: RunData, seconds: float) -> list[tuple[str, str]]:
     first, first_validation = (readable.loss(run.series[name].first) for name in ("loss", "val_loss"))
     if last:
         rows.append(("training loss", f"{first} -> {readable.loss(last['loss'])}"))
-    if run.evaluation:
+    if "val_loss" in run.evaluation:
         best = f"best {readable.loss(run.best[0])} at step {run.best[1]}"
         rows.append(("validation loss", f"{first_validation} -> {measures(run.evaluation)}, {best}"))
+    for name, its in run.evaluation.get("validation", {}).items():
+        at_first = readable.loss(run.series[f"val_loss/{name}"].first)
+        rows.append((f"on {name}", f"{at_first} -> {readable.loss(its['loss'])}"))
     if bad := last.get("bad_steps"):
         rows.append(("bad steps", f"{bad}, not applied"))
     return rows
@@ -159,7 +163,13 @@ def measures(evaluation: Mapping[str, Any]) -> str:
     names = {"val_loss": "", "val_perplexity": ", perplexity ", "val_bits_per_byte": ", bits per byte "}
     names["val_loss_ema"] = ", of averaged weights "
     known = {name: evaluation[name] for name in names if evaluation.get(name) is not None}
-    return "".join(f"{names[name]}{readable.loss(value)}" for name, value in known.items())
+    return "".join(f"{names[name]}{readable.loss(value)}" for name, value in known.items()) or "by set"
+
+
+def of_sets(evaluation: Mapping[str, Any]) -> list[str]:
+    """Lines with the loss on each set of data.validation."""
+    words = [f"{name} {readable.loss(its['loss'])}" for name, its in evaluation.get("validation", {}).items()]
+    return wrap(", ".join(words), 100, initial_indent="  on ", subsequent_indent="     ")
 
 
 def curve(train: Any, validation: Any, width: int = 72, height: int = 10) -> list[str]:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalite.config.schema import Config
-from megalite.layout.buffer_layout import Kind, slice_ranges
+from megalite.layout.buffer_layout import Kind, SliceRange, slice_ranges
 from megalite.layout.parameters import ParameterRecord, ShardBox, is_counted
 from megalite.optim.buffers import TrainingBuffers, ranges_of
 from megalite.optim.gradients import norm_of
@@ -41,6 +41,20 @@ def _cells(config: Config) -> list[tuple[ParameterRecord, Cell]]:
     return [(one, (part_of(one.name).replace("blocks.", "block_"), groups[one.name])) for one in records]
 
 
+def counted_ranges(
+    buffers: TrainingBuffers, replicas: Mapping[Kind, ReplicaGroups], config: Config, *, embeds: bool
+) -> dict[Cell, list[SliceRange]]:
+    """What this rank counts of each cell in its slices."""
+    cell_of = {record.name: cell for record, cell in _cells(config)}
+    kinds = [bucket.kind for bucket in buffers.layout.buckets]
+    owned = [each for each in buffers.owned if replicas[kinds[each.bucket]].replica == 0]
+
+    def is_counted_in(cell: Cell, record: ParameterRecord, box: ShardBox) -> bool:
+        return cell_of[record.name] == cell and is_counted(record, box, embedding=embeds)
+
+    return {cell: slice_ranges(owned, partial(is_counted_in, cell)) for cell in elements_of(config)}
+
+
 class UpdateSizes:
     """Measures updates of the masters of `buffers`, of which a rank may have none. `embeds`: this rank's stages embed
     tokens."""
@@ -56,14 +70,7 @@ class UpdateSizes:
     ) -> None:
         self._masters, self._world = buffers.masters, world
         self._none = torch.zeros((), dtype=torch.float64, device=buffers.device)
-        cell_of = {record.name: cell for record, cell in _cells(config)}
-        kinds = [bucket.kind for bucket in buffers.layout.buckets]
-        owned = [each for each in buffers.owned if replicas[kinds[each.bucket]].replica == 0]
-
-        def is_counted_in(cell: Cell, record: ParameterRecord, box: ShardBox) -> bool:
-            return cell_of[record.name] == cell and is_counted(record, box, embedding=embeds)
-
-        self._ranges = {cell: slice_ranges(owned, partial(is_counted_in, cell)) for cell in elements_of(config)}
+        self._ranges = counted_ranges(buffers, replicas, config, embeds=embeds)
 
     def copies(self) -> list[Tensor]:
         """The masters before a step."""

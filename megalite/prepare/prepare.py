@@ -9,9 +9,10 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -20,8 +21,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 
 from megalite.config.derive import BUILT_IN_TOKENIZERS
 from megalite.config.files import open_to_append, private_files, read_bytes, sync_folder
-from megalite.config.schema import Config
-from megalite.data.open import FORMAT, TokenFiles, check_vocabulary, digest, paths_of
+from megalite.config.schema import Config, DataConfig
+from megalite.data.open import FORMAT, TokenFiles, check_vocabulary, digest, paths_of, sets_of
 from megalite.data.samples import IntArray
 from megalite.data.token_file import TokenFile, read_facts, with_suffix
 from megalite.data.tokenizers import END, TextTokenizer, byte_tokenizer, load_tokenizer
@@ -60,13 +61,26 @@ class Target:
 
 def prepare(config: Config, progress: Progress | None = None) -> TokenFiles:
     """Make every token file that `config` needs and that is not there yet."""
+    sets = sets_of(config)
     if config.data.source == "tokens":
-        prefixes = [Path(path).expanduser().absolute() for path in paths_of(config.data)]
         built_in = config.tokenizer in BUILT_IN_TOKENIZERS
-        return prefixes, None if built_in else named_tokenizer(config.tokenizer)
-    targets = targets_of(config, sources_of(config.data))
-    _make(config, targets, progress, "data.cache_dir")
-    return [target.prefix for target in targets], None
+        named = None if built_in else named_tokenizer(config.tokenizer)
+        return TokenFiles(_prefixes(config.data), named, {name: _prefixes(data) for name, data in sets.items()})
+    sources, of_sets = sources_of(config.data), _sources_of_sets(config)
+    targets = targets_of(config, sources, of_sets)
+    _make(config, targets, progress, "data.cache_dir", len(sources))
+    found = iter([target.prefix for target in targets])
+    prefixes = [*islice(found, len(sources))]
+    return TokenFiles(prefixes, None, {name: [*islice(found, len(paths_of(data)))] for name, data in sets.items()})
+
+
+def _prefixes(data: DataConfig) -> list[Path]:
+    return [Path(path).expanduser().absolute() for path in paths_of(data)]
+
+
+def _sources_of_sets(config: Config) -> list[Source]:
+    """What data.validation names."""
+    return [it for name, data in sets_of(config).items() for it in sources_of(data, f"data.validation.{name}")]
 
 
 def prepare_file(source: Source, config: Config, prefix: Path, progress: Progress | None = None) -> None:
@@ -80,14 +94,16 @@ def prepare_file(source: Source, config: Config, prefix: Path, progress: Progres
 def examine(config: Config) -> None:
     """Refuse text or a tokenizer that is not there or not readable; quick, and nothing is written."""
     if config.data.source != "tokens":
-        _plans(config, sources_of(config.data))
+        _plans(config, [*sources_of(config.data), *_sources_of_sets(config)])
 
 
-def targets_of(config: Config, sources: list[Source]) -> list[Target]:
-    """The token files that are made of the sources. Looks at names, sizes and times of text alone."""
+def targets_of(config: Config, trained: list[Source], others: Sequence[Source] = ()) -> list[Target]:
+    """The token files that are made of sources: of all that a tokenizer is `trained` on, and of others. Looks at names,
+    sizes and times of text alone."""
+    sources = [*trained, *others]
     try:
         identities = collect_all(Source.identity, sources)
-        tokenizer = _tokenizer_key(config, identities)
+        tokenizer = _tokenizer_key(config, identities[: len(trained)])
     except UserError:
         _plans(config, sources)  # names all that is wrong
         raise
@@ -138,8 +154,11 @@ def _check_output(target: Target) -> None:
         raise UserError(Problem("--output", str(target.prefix), rule, f"--output={target.prefix}-2, or move it away"))
 
 
-def _make(config: Config, targets: list[Target], progress: Progress | None, setting: str) -> None:
-    """Make the targets that are missing; `setting` says where they are to lie."""
+def _make(
+    config: Config, targets: list[Target], progress: Progress | None, setting: str, trained: int | None = None
+) -> None:
+    """Make the targets that are missing; `setting` says where they are to lie. A tokenizer is trained on the first
+    `trained` of them, by default on all."""
     if all(target.is_prepared for target in targets):
         return
     plans = _plans(config, [target.source for target in targets])
@@ -165,7 +184,7 @@ def _make(config: Config, targets: list[Target], progress: Progress | None, sett
         report()
         if not jobs:
             return
-        tokenizer = obtain_tokenizer(config, [*jobs], [shard for plan in plans for shard in plan])
+        tokenizer = obtain_tokenizer(config, targets[:trained], [*jobs], plans[:trained])
         check_vocabulary(config, tokenizer.vocab_size)
         for target, parts in jobs.items():
             tokenizer.save(target.work / "tokenizer")
@@ -177,7 +196,7 @@ def _make(config: Config, targets: list[Target], progress: Progress | None, sett
                     report()
                 if not any(read_facts(file).tokens for file, _ in parts):
                     rule, found = "holds no text at all (only empty documents)", " ".join(target.source.paths)
-                    raise UserError(Problem("data.path", found, rule, "give text; check data.text_column"))
+                    raise UserError(Problem(target.source.setting, found, rule, "give text; check data.text_column"))
             except UserError as error:  # the text must be changed, and changed text has another key, but on the hub
                 if not isinstance(error, UnavailableError) and config.data.source != "hf":
                     shutil.rmtree(target.work, ignore_errors=True)
@@ -203,11 +222,17 @@ def _locked(prefixes: list[Path], setting: str) -> Iterator[None]:
         raise UserError(Problem(setting, str(folder), rule, hint)) from error
 
 
-def obtain_tokenizer(config: Config, missing: list[Target], shards: list[Shard]) -> TextTokenizer:
-    """The tokenizer that the config names; bpe and char are trained on the shards, unless a killed process has."""
-    for target in missing:
-        if (target.work / "tokenizer" / "tokenizer_config.json").exists():  # written last
-            return load_tokenizer(target.work / "tokenizer")
+def obtain_tokenizer(
+    config: Config, trained: list[Target], missing: list[Target], plans: list[list[Shard]]
+) -> TextTokenizer:
+    """The tokenizer that the config names; bpe and char are of the text of the `trained` targets, whose shards `plans`
+    holds: made now, unless it has been, for one that is prepared or by a process that was killed."""
+    folders = [with_suffix(target.prefix, ".tokenizer") for target in trained if target.is_prepared]
+    folders += [target.work / "tokenizer" for target in missing]
+    for folder in folders:
+        if (folder / "tokenizer_config.json").exists():  # written last
+            return load_tokenizer(folder)
+    shards = [shard for plan in plans for shard in plan]
     if config.tokenizer == "byte":
         return byte_tokenizer()
     if config.tokenizer == "char":

@@ -17,7 +17,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 from megalite.config.files import refusing
 from megalite.config.schema import DataConfig
 from megalite.data.open import digest, paths_of
-from megalite.errors.problems import NO_VALUE, Problem, UserError, collect_all
+from megalite.errors.problems import NO_VALUE, Problem, UserError, about, collect_all
 from megalite.prepare.cuts import Cut, Piece, behind_a_word, in_pieces
 from megalite.prepare.hub import load_dataset
 
@@ -73,6 +73,7 @@ class Source:
     subset: str | None = None
     split: str = "train"
     streaming: bool = False
+    setting: str = field(default="data.path", compare=False)  # that names it
 
     @property
     def label(self) -> str:
@@ -93,6 +94,9 @@ class Source:
 
     def identity(self) -> str:
         """A hash that changes when the documents do."""
+        return about(self.setting, self._identity)
+
+    def _identity(self) -> str:
         if self.kind == "hf" and not os.path.exists(self.paths[0]):
             return digest(self.kind, self.paths, self.column, self.subset, self.split)
         states = [(str(path), path.stat()) for path in self.files]
@@ -101,6 +105,9 @@ class Source:
 
     def plan(self) -> list[Shard]:
         """The shards, in order; all problems that show without reading everything, at once."""
+        return about(self.setting, self._plan)
+
+    def _plan(self) -> list[Shard]:
         whole = [self._data_set()] if self.kind == "hf" else collect_all(self._file, self.files)
         # Enough shards to share work and lose little to a kill, few enough to be cheap.
         size = min(max(sum(shard.size for shard in whole) // SHARDS, SMALLEST), LARGEST)
@@ -144,12 +151,12 @@ class Source:
         return shard
 
 
-def sources_of(data: DataConfig) -> list[Source]:
-    """The parts of the data that must be tokenized, one per entry of data.path."""
+def sources_of(data: DataConfig, setting: str = "data.path") -> list[Source]:
+    """The parts of the data that must be tokenized, one per entry of data.path, which the user knows as `setting`."""
     if data.source == "stdlib":
         return [Source("stdlib")]
     choice = data.text_column, data.subset, data.split, data.streaming
-    return [Source(data.source, (path,), *choice) for path in paths_of(data)]
+    return [Source(data.source, (path,), *choice, setting) for path in paths_of(data)]
 
 
 def _kind_of(path: Path) -> str | None:

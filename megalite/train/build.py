@@ -39,6 +39,7 @@ from megalite.model.gpt import GPT
 from megalite.model.init import start_values
 from megalite.moe.dispatch import ExpertRanks
 from megalite.optim.buffers import TrainingBuffers, dtype_of
+from megalite.optim.layer_norms import LayerNorms
 from megalite.optim.loss_scale import LossScale
 from megalite.optim.optimizer import Optimizer, make_optimizer
 from megalite.optim.rank_buffers import rank_buffers, records_of
@@ -53,7 +54,7 @@ from megalite.train.metrics import StepClock
 
 # Settings that may differ between machines: a name for people, numbers of cores, places whose content is compared.
 OF_A_MACHINE = (
-    *("run_name", "tokenizer", "data.path", "data.cache_dir", "data.workers"),
+    *("run_name", "tokenizer", "data.path", "data.validation", "data.cache_dir", "data.workers"),
     *("checkpoint.init_from", "parallel.nccl_options"),
 )
 
@@ -79,6 +80,7 @@ class Training:
     loss_scale: LossScale | None  # in fp16
     spikes: SpikeWindow | None  # with train.skip_spikes
     update_sizes: UpdateSizes | None  # with log.update_sizes
+    layer_norms: LayerNorms | None  # with log.layer_norms_interval
     clock: StepClock
     embeds: bool  # this rank's stages embed tokens
 
@@ -191,7 +193,12 @@ def build_training(
     optimizer = make_optimizer(buffers, config, context)
     embeds, world = any(chunk.embeds for chunk in chunks), context.group("world")
     sizes = UpdateSizes(buffers, replicas, config, embeds=embeds, world=world) if config.log.update_sizes else None
-    return Training(chunks, executor, buffers, optimizer, replicas, sync, gather, scale, spikes, sizes, clock, embeds)
+    norms = None
+    if config.log.layer_norms_interval:
+        counts = context.index("tp") == 0 or bool(axes.sequence_parallel)
+        norms = LayerNorms(chunks, buffers, replicas, config, counts=counts, embeds=embeds, world=world)
+    measures = scale, spikes, sizes, norms, clock, embeds
+    return Training(chunks, executor, buffers, optimizer, replicas, sync, gather, *measures)
 
 
 def build_chunks(config: Config, context: ParallelContext, waiting: Waiting) -> list[GPT]:
@@ -289,6 +296,7 @@ def graph_of(config: Config, context: ParallelContext) -> bool | None:
         model.dropout,
         model.attention_dropout,
         model.embedding_dropout,
+        config.log.layer_norms_interval,
     )
     if asked is None and (any(new) or config.train.deterministic or context.world_size > 1 or context.device == CPU):
         return False

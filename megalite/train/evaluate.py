@@ -41,6 +41,12 @@ class ValidationMetrics:
         return self.loss / math.log(2) * self.tokens / self.bytes if self.bytes else None
 
 
+def evaluation_record(found: ValidationMetrics, averaged: ValidationMetrics | None = None) -> dict[str, float | None]:
+    """What is recorded of an evaluation of a set; `averaged`: with the averages of the weights."""
+    record = {"loss": found.loss, "perplexity": found.perplexity, "bits_per_byte": found.bits_per_byte}
+    return record | ({} if averaged is None else {"loss_ema": averaged.loss})
+
+
 class Sums:
     """Loss, tokens and bytes of text over the labels that count, added up on the device; nothing waits for it before
     `metrics`. `bytes_of_ids`: by token [vocab] (data/tokenizers.py); None where not known."""

@@ -2,7 +2,7 @@
 
 Rank 0 writes metrics.jsonl, events.jsonl and pipeline.jsonl, one JSON object a line. They are the interface: every view
 (terminal, report, trackers) is given the same records, in the same order. metrics.jsonl holds every step once
-(Meter.line) and evaluations (with `val_loss`). events.jsonl is the run's history: a resume cuts nothing of it, so a
+(Meter.line) and evaluations (`is_evaluation`). events.jsonl is the run's history: a resume cuts nothing of it, so a
 step may stand in it more than once, and of two samples of one step and prompt the later counts. An event:
 
     {"time": 1790000000.123, "step": 12, "kind": "skipped", "loss": NaN, "grad_norm": NaN, "loss_scale": null}
@@ -63,6 +63,7 @@ STEP_PARTS: tuple[StepPart, ...] = get_args(StepPart)
 METRICS, EVENTS, PIPELINE = "metrics.jsonl", "events.jsonl", "pipeline.jsonl"
 ENDS = ("stopped", "finished", "failed")
 NOT_LOGGED = ("start", "resume", "ranks", "sample")  # kinds of events that are long
+LAYER_NORMS = ["activation_rms", "gradient_rms"]
 UPDATE_SIZES = [f"{of}{size}" for of in ("", "group_") for size in ("update_rms", "update_norm", "weight_rms")]
 NEEDED = {  # by kind of event: what its readers compute with
     "checkpoint": ("bytes", "seconds", "stall_s"),
@@ -80,10 +81,13 @@ TYPES: dict[str, Any] = {  # of values, by name; all others of a line of metrics
     **dict.fromkeys(("memory_gib", "compute_s"), float | list[float]),
     **dict.fromkeys(("mfu", "mfu_causal", "val_bits_per_byte", "loss_scale"), float | None),  # where it is known
     "versions": dict[str, str],
-    **dict.fromkeys(("time_split", "layer_attention_logit", "source_loss", *UPDATE_SIZES), dict[str, float]),
+    **dict.fromkeys(
+        ("time_split", "layer_attention_logit", "source_loss", *UPDATE_SIZES, *LAYER_NORMS), dict[str, float]
+    ),
     "moe": dict[str, float | list[list[int]]],
     **dict.fromkeys(("cuts", "source_tokens"), dict[str, int]),
     "about": list[list[str]],
+    "validation": dict[str, dict[str, float | None]],
     **dict.fromkeys(("layout", "settings"), dict[str, Any]),
 }
 LATEST = 1e11  # seconds since 1970: later times have no date
@@ -91,8 +95,13 @@ NAMED, DIGITS = 9, 20  # lines that are no records, and what a whole number has 
 IN_THE_WAY = "move it away (the checkpoints are not touched by that), or set another run_dir"
 
 
+def is_evaluation(line: Mapping[str, Any]) -> bool:
+    """Whether a line of metrics is of an evaluation, not of a step."""
+    return "val_loss" in line or "validation" in line
+
+
 def _is_metrics(found: Record) -> bool:
-    is_record = "step" in found and ("loss" in found or "val_loss" in found)
+    is_record = "step" in found and ("loss" in found or is_evaluation(found))
     return is_record and all(fits(value, TYPES.get(name, float)) for name, value in found.items())
 
 
@@ -151,7 +160,7 @@ def examine_records(job: "Job") -> tuple[int, bool, Record]:
             remedy = f"put the checkpoints back (is their disk mounted?), set another run_dir, or delete {folder}"
             raise UserError(Problem("run_dir", str(folder), rule, remedy))
         return -1, False, {}
-    job.evaluated_step = step if any(line["step"] == step and "val_loss" in line for line in lines) else -1
+    job.evaluated_step = step if any(line["step"] == step and is_evaluation(line) for line in lines) else -1
     finished = job.complete and bool(events) and events[-1]["kind"] in ENDS
     measured = [line for line in lines if "loss" in line and line["step"] <= step]
     return job.evaluated_step, finished, measured[-1] if measured else {}

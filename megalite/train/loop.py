@@ -27,7 +27,7 @@ from megalite.checkpoint.remote import Remote
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.config.files import write_atomically
 from megalite.config.schedule_request import SPLITTING
-from megalite.config.schema import Config
+from megalite.config.schema import HELD_OUT, Config
 from megalite.config.settings import DERIVED, OPEN, as_plain, value_of, with_values
 from megalite.config.step_plan import due_after, micro_batch_is_fixed, newest_step, planned_steps
 from megalite.data.batches import StepBatches, train_batches, validation_batches
@@ -39,7 +39,7 @@ from megalite.launch.watchdog import SAVES, Doing, after_report_s
 from megalite.optim.schedule import step_rates
 from megalite.pipeline.simulator import Span
 from megalite.train.build import MICRO, Training, data_share
-from megalite.train.evaluate import ValidationMetrics, evaluate, sample
+from megalite.train.evaluate import ValidationMetrics, evaluate, evaluation_record, sample
 from megalite.train.history import PIPELINE, Record, RunLog, StatusFile, StepPart
 from megalite.train.metrics import Meter
 from megalite.train.origin import find_origin
@@ -104,7 +104,7 @@ class Job:
     def owes_evaluation(self) -> bool:
         """Whether the evaluation that is due after the newest step has not been done."""
         step, train = self.progress.step, self.config.train
-        evaluates = self.data.validation is not None and step > 0 and self.evaluated_step != step
+        evaluates = bool(self.data.evaluated) and step > 0 and self.evaluated_step != step
         if not evaluates or step == train.steps:
             return evaluates
         newest = newest_step(train, step, self.progress.samples)
@@ -163,7 +163,7 @@ def take_steps(job: Job, train_step: TrainStep) -> None:
     """All remaining steps; an out-of-memory error is raised."""
     config, saver, clock, settings = job.config, job.saver, job.training.clock, job.config.train
     job.meter = Meter(config, job.context, job.measured)
-    device, evaluates = job.context.device, job.data.validation is not None
+    device, evaluates = job.context.device, bool(job.data.evaluated)
     launched = deque[tuple[StepBatches, PendingMetrics | None]]()  # steps whose metrics have not been read yet
     evaluations = (settings.eval_interval, settings.eval_interval_tokens) if evaluates else (0, None)
     hooks: list[Hook] = [
@@ -235,7 +235,10 @@ def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatch
     every, step = job.config.train.record_pipeline, data.planned.step
     lr, decay = step_rates(step - 1, job.config)
     job.problems = job.problems or data.problems
-    with job.training.executor.recording() if every and step % every == 0 else nullcontext() as spans:
+    apart, layers = job.config.log.layer_norms_interval, job.training.layer_norms
+    layers = layers if apart and step % apart == 0 else None
+    watching = nullcontext() if layers is None else layers.watching()
+    with watching, job.training.executor.recording() if every and step % every == 0 else nullcontext() as spans:
         metrics = train_step(
             data.microbatches,
             data.local_tokens,
@@ -245,6 +248,7 @@ def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatch
             refused=bool(job.problems),
             next_local_tokens=None if coming is None or coming.planned.skipped else coming.local_tokens,
             measures=job.is_logged(step),
+            layers=layers,
         )
     if spans is not None:
         record_pipeline(job, step, spans)
@@ -307,23 +311,24 @@ def record_pipeline(job: Job, step: int, spans: Sequence[Span]) -> None:
 
 
 def evaluate_model(job: Job, step: int) -> None:
-    """The validation set after a step."""
-    assert job.data.validation is not None, "else no evaluation is due"
+    """What is held out, and the sets of data.validation, after a step."""
     begin, share = time.perf_counter(), data_share(job.context)
-    found = list[ValidationMetrics]()
+    found: dict[str, list[ValidationMetrics]] = {name: [] for name in job.data.evaluated}
     kept = job.training.buffers.kept  # masters, maybe averages: on all ranks, also of a stage without parameters
     for weights in (nullcontext, job.training.averaged)[: len(kept)]:
-        batches = validation_batches(job.data.validation, job.config, job.context.device, share)
         with weights():
-            metrics = evaluate(job.training, job.context, batches, job.data.bytes_of_ids, job.go_on)
-        if metrics is None:
-            job.log.note(BROKEN_OFF.format("evaluation", step))
-            return
-        found.append(metrics)
-    job.evaluated_step, seconds, metrics = step, time.perf_counter() - begin, found[0]
-    line = {"step": step, "tokens": job.progress.tokens, "val_loss": metrics.loss, "val_perplexity": metrics.perplexity}
-    averaged = {"val_loss_ema": found[-1].loss} if len(found) > 1 else {}
-    job.log.add(line | {"val_bits_per_byte": metrics.bits_per_byte, "eval_time_s": seconds} | averaged)
+            for name, source in job.data.evaluated.items():
+                batches = validation_batches(source, job.config, job.context.device, share)
+                metrics = evaluate(job.training, job.context, batches, job.data.bytes_of_ids, job.go_on)
+                if metrics is None:
+                    job.log.note(BROKEN_OFF.format("evaluation", step))
+                    return
+                found[name].append(metrics)
+    job.evaluated_step, sets = step, {name: evaluation_record(*its) for name, its in found.items()}
+    line: Record = {"step": step, "tokens": job.progress.tokens}
+    line |= {f"val_{name}": value for name, value in sets.pop(HELD_OUT, {}).items()}
+    line |= {"validation": sets} if sets else {}
+    job.log.add(line | {"eval_time_s": time.perf_counter() - begin})
 
 
 def sample_text(job: Job, step: int) -> None:

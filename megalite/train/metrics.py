@@ -27,6 +27,7 @@ from megalite.data.open import source_names
 from megalite.launch.context import ParallelContext
 from megalite.model.flops import flops_per_token, peak_flops
 from megalite.moe.balance import in_numbers
+from megalite.optim.layer_norms import norms_of
 from megalite.optim.update_sizes import elements_of, sizes_of
 from megalite.train.history import STEP_PARTS, Record, RunLog, StepPart
 
@@ -52,6 +53,7 @@ class StepMetrics:
     routing: torch.Tensor | None = None  # [layers with experts, 2 E + 5] of moe/balance.py, in host memory
     largest_logits: Sequence[float] = ()  # of attention by layer, with optimizer.qk_clip
     squares: torch.Tensor | None = None  # [2, cells] of optim/update_sizes.py, in host memory
+    layers: torch.Tensor | None = None  # [2, layers] of optim/layer_norms.py, in host memory
     sources: torch.Tensor | None = None  # [parts of a blend, 2]: sum of losses and tokens, in host memory
     time_split: TimeSplit = field(default_factory=NO_TIME.copy)
 
@@ -116,7 +118,7 @@ class Meter:
 
     def __init__(self, config: Config, context: ParallelContext, before: Mapping[str, Any]) -> None:
         """`before`: the newest line of a step that earlier starts have left, where the run's mean goes on; or empty."""
-        self._context, self._seq_length = context, config.train.seq_length
+        self._config, self._context, self._seq_length = config, context, config.train.seq_length
         self._run_s: float = before.get("training_s", 0.0)
         self._run_tokens: float = self._run_s * before.get("mean_tokens_per_s", 0.0)
         self._splits: deque[TimeSplit] = deque(maxlen=MOST)
@@ -133,6 +135,7 @@ class Meter:
         self._newest: tuple[StepMetrics, int] | None = None  # and its number
         self._steps, self._tokens, self._wait_s, self._cuts = 0, 0, 0.0, Counter[str]()
         self._split, self._routing, self._logits = NO_TIME, torch.zeros(()), list[float]()
+        self._of_layers: Record = {}
         self._sources = torch.zeros(())
 
     def add(self, metrics: StepMetrics, data: StepBatches) -> None:
@@ -140,6 +143,9 @@ class Meter:
         self._newest = metrics, data.planned.step
         self._steps += 1
         self._tokens += (tokens := data.planned.sequences * self._seq_length)
+        self._of_layers = {}  # of this step alone
+        if metrics.layers is not None:
+            self._of_layers = norms_of(metrics.layers, self._config, tokens, metrics.loss_scale or 1.0)
         if self._splits:  # the first step of a start compiles
             self._speeds.append((tokens / (seconds := sum(metrics.time_split.values())), seconds))
         self._wait_s += data.wait_s
@@ -189,6 +195,7 @@ class Meter:
             of_layers = {str(layer): logit for layer, logit in enumerate(self._logits)}
             line |= {"max_attention_logit": max(self._logits), "layer_attention_logit": of_layers}
         line |= {} if metrics.squares is None else sizes_of(metrics.squares, self._elements)
+        line |= self._of_layers
         self._begin()
         return line
 

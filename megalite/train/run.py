@@ -10,6 +10,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +45,7 @@ from megalite.train.build import (
 from megalite.train.evaluate import prompts_of
 from megalite.train.history import Note, RunLog, StatusFile, View, examine_records
 from megalite.train.loop import Job, record_settings, train
+from megalite.train.owners import write_memory
 from megalite.train.saving import Progress, Saver, TrainingStoppedError, restore, state_bytes
 
 NEWS_S = 1.0  # the signal that ended another rank's start reaches this rank too, which then reports no error
@@ -125,7 +127,8 @@ def open_training_data(
     made = all_ranks_or_raise(context, lambda: prepare(config) if first_of_node else None, patient=True)
     # Other ranks find the files made; where the text has changed meanwhile they make their own, and are refused below.
     data = all_ranks_or_raise(context, lambda: open_data(config, made or prepare(config)), patient=True)
-    others = {fingerprint: rank for rank, [fingerprint] in enumerate(context.gather_json([data.fingerprint]))}
+    found = context.gather_json([data.fingerprint, data.fingerprint_of_sets])
+    others = {tuple(fingerprints): rank for rank, fingerprints in enumerate(found)}
     if len(others) > 1:  # the same on every rank, so that all refuse
         rule = f"ranks {' and '.join(map(str, sorted(others.values())))} find different data at this place"
         raise UserError(Problem("data.path", config.data.path, rule, "give every node the same files"))
@@ -240,6 +243,11 @@ def record_failure(error: Exception, job: Job) -> None:
         smaller = f"{MICRO}={1 if size % 2 else size // 2}, " if size > 1 else ""
         saves = f"{smaller}train.recompute=full, or a larger parallel.tp or parallel.pp"
         to_stderr(f"megalite: less memory is needed with {saves}")
+        with suppress(Exception):  # what helps to understand the failure must not become another
+            path = write_memory(
+                job.training, job.folder.path / "logs", context.rank, cuda=context.device.type == "cuda"
+            )
+            to_stderr(f"megalite: rank {context.rank}: the largest owners of memory: {path}")
     with stop_request():  # torchrun ends all ranks when the first one exits: not before this is said
         cause = find_cause(context, error)
     if cause:

@@ -19,6 +19,7 @@ from megalite.data.batch import Batch
 from megalite.launch.context import ParallelContext
 from megalite.model.gpt import Routers
 from megalite.optim.gradients import norm_of, owned_for_norm, partial_gradients, sum_partial
+from megalite.optim.layer_norms import LayerNorms
 from megalite.optim.qk_clip import QkClip
 from megalite.train.build import Training
 from megalite.train.metrics import StepMetrics, TimeSplit
@@ -35,15 +36,16 @@ class PendingMetrics:
         numbers: Sequence[Tensor],
         routing: Tensor,
         squares: Tensor,
+        layers: Tensor,
         sources: Tensor,
         lap: Callable[[], TimeSplit],
         *,
         fp16: bool,
     ) -> None:
         """`numbers`: the first fields of StepMetrics, then its `largest_logits`, 0-d fp64 each. `routing`, `squares`,
-        `sources`: its fields, on the device, maybe empty. `lap`: this rank's times, to be read once, after them."""
+        `layers`, `sources`: its fields, on the device, maybe empty. `lap`: this rank's times, to be read once, then."""
         self._lap, self._fp16 = lap, fp16
-        parts = torch.stack(list(numbers)), routing, squares, sources
+        parts = torch.stack(list(numbers)), routing, squares, layers, sources
         on_device = torch.cat([part.flatten() for part in parts])
         on_host = on_device.to("cpu", non_blocking=True).split([part.numel() for part in parts])  # into pinned memory
         self._numbers, *self._tables = (flat.view(part.shape) for flat, part in zip(on_host, parts, strict=True))
@@ -55,10 +57,10 @@ class PendingMetrics:
             self._done.synchronize()
         loss, grad_norm, tokens, *others = self._numbers.tolist()
         (skipped, stop, refused), (lr, scale, *logits) = (flag > 0 for flag in others[:3]), others[3:]
-        routing, squares, sources = (kept if kept.numel() else None for kept in self._tables)
+        routing, squares, layers, sources = (kept if kept.numel() else None for kept in self._tables)
         scale = scale if self._fp16 else None
         numbers = loss, grad_norm, int(tokens), skipped, stop, refused, lr, scale
-        return StepMetrics(*numbers, routing, logits, squares, sources, self._lap())
+        return StepMetrics(*numbers, routing, logits, squares, layers, sources, self._lap())
 
 
 class TrainStep:
@@ -92,13 +94,15 @@ class TrainStep:
         refused: bool = False,
         next_local_tokens: int | None = None,
         measures: bool = False,
+        layers: LayerNorms | None = None,
     ) -> PendingMetrics:
         """Train on this rank's microbatches, which hold `local_tokens` unmasked labels.
 
         With `next_local_tokens`, those of the coming step, the next step's token count is summed in this step's
         all-reduce: an all-reduce of its own would wait behind the parameters' all-gather.
         A rank whose input was `refused` brings masked microbatches: ranks of the same model compute with them, and all
-        learn of it at the end instead of waiting for it. With `measures` and log.update_sizes the metrics tell sizes.
+        learn of it at the end instead of waiting for it. With `measures` and log.update_sizes the metrics tell sizes;
+        with `layers`, which are watching, norms by layer.
         """
         training, clock = self._training, self._training.clock
         clock.switch("optimizer")
@@ -164,6 +168,7 @@ class TrainStep:
         self._lr.fill_(lr)
         sizes = training.update_sizes if measures else None
         before = [] if sizes is None else sizes.copies()
+        norms = self._zero.new_zeros(0) if layers is None else layers.squares()
         self.updates = True
         training.optimizer.step(self._lr, divisor=divisor, skip=skipped.to(torch.float32), decay_factor=decay_factor)
         logits = self._qk_clip.step(skipped).unbind()
@@ -180,7 +185,9 @@ class TrainStep:
             training.buffers.round_masters()
         training.gather.start()
         figures = [loss, norm, tokens.double(), skipped.double(), stopping, refusing, self._lr, loss_scale.double()]
-        return PendingMetrics([*figures, *logits], routing, squares, sources, clock.lap(), fp16=scale is not None)
+        return PendingMetrics(
+            [*figures, *logits], routing, squares, norms, sources, clock.lap(), fp16=scale is not None
+        )
 
     def _number(self, value: float, dtype: torch.dtype) -> Tensor:
         """0-d, made on the device by a kernel: a copy from the host would wait."""

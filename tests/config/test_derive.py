@@ -25,7 +25,7 @@ OPEN = {  # what the data or the machine decides, or what has no meaning in the 
     *(f"log.{name}" for name in ("wandb", "wandb_entity", "wandb_name", "alert_command", "metrics_port")),
     *(f"parallel.{name}" for name in ("async_tp", "nccl_options", "cp_alltoall", "microbatch_group_size")),
     *(f"parallel.{name}" for name in ("first_stage_layers", "last_stage_layers", "pipeline_layout")),
-    *("data.path", "data.weights", "data.subset", "data.workers", "checkpoint.async"),
+    *("data.path", "data.weights", "data.validation", "data.subset", "data.workers", "checkpoint.async"),
 }
 
 
@@ -184,6 +184,7 @@ def test_a_name_that_is_no_folder_s_is_refused(name: str) -> None:
 
 OTHER_VALUES = {int: 12, float: 0.25, bool: True, str: "other", Any: "some/path"}
 OTHER_VALUES |= {list[int]: [1, 1, 1], list[float]: [0.5, 0.5], list[str]: ["norm"]}
+OTHER_VALUES |= {dict[str, Any]: {"web": "web.txt"}}
 OTHER_VALUES |= {list[dict[str, Any]]: [{"match": "*", "lr": 0.1}], list[list[float]]: [[0.0, 1.0], [1.0, 0.5]]}
 
 
@@ -199,6 +200,7 @@ DEFINES_TRAINING = {
 }
 SAME_TRAINING = {
     *("run_dir", "run_name", "resume", "device", "precision", "data.cache_dir", "data.workers", "data.streaming"),
+    "data.validation",
     "model.name",  # stands in the folder's name itself
     *("model.loss_chunk_tokens", "model.moe.dispatcher", "checkpoint.keep", "checkpoint.async"),
     *("checkpoint.interval", "checkpoint.interval_tokens", "checkpoint.remote"),

@@ -17,7 +17,8 @@ ONE_MISTAKE = [
     # unknown names: the right leaf elsewhere, a slip, the word of another project, a group
     ("lr=1e-3", ["lr", "unknown choice", "optimizer.lr=0.001"]),
     ("learning_rate=0.1", ["unknown setting", "optimizer.lr=0.1"]),
-    ("data.validation_path=/dir", ["unknown setting", "data.validation_fraction: number, at least 0"]),
+    ("data.validation_path=/dir", ["unknown setting", "data.validation: names with paths or null"]),
+    ("data.validation_fractions=/dir", ["unknown setting", "data.validation_fraction: number, at least 0"]),
     ("rundir='a=b'", ["unknown setting", "did you mean 'run_dir=\"a=b\"'"]),
     ("model.zzz=1", ["model.zzz=1", "unknown setting", "docs/configuration.md"]),
     ("~train.steps", ["~train.steps", "is no setting"]),

@@ -39,6 +39,7 @@ BROKEN = [
     ("attention=flex head_size=8", 1, "attention", "16"),
     ("attention=flash cross_document_attention=false", 1, "attention", "documents"),
     ("attention=cudnn deterministic=true", 1, "attention", "train.deterministic=true asks for one order"),
+    ("data.validation={web:[web.txt]}", 1, "data.validation", "sets are of files: data=text, hf or tokens"),
     ("cuda_graph=true device=cpu", 1, "cuda_graph", "no effect with device=cpu"),
     ("cuda_graph=true", 2, "cuda_graph", "one process, not 2"),
     ("fp8=rowwise precision=fp32", 1, "fp8", "precision=fp32"),

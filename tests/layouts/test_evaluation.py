@@ -26,16 +26,17 @@ LAYOUTS = [(1, 1, {}), (7, 7, {}), (64, 1, {}), (12, 3, {"dp": 2}), (44, 4, {"tp
 LAYOUTS += [(44, 4, {"cp": 2})]
 
 
-def figures_of(context: ParallelContext, config: Config) -> ValidationMetrics:
-    """Of the start values on all that is held out."""
+def figures_of(context: ParallelContext, config: Config) -> dict[str, ValidationMetrics]:
+    """Of the start values on all that is held out and in sets."""
     data = open_data(config, prepare(config))
     config = derive_device(derive_vocabulary(config, data.train.vocab_size), context)
     training = build_training(config, context)
     fill_with_start_values(training.buffers, config, context)
-    assert data.validation is not None
-    share = data_share(context)
-    batches = validation_batches(data.validation, config, context.device, share)
-    return evaluate(training, context, batches, data.bytes_of_ids)
+    found = {}
+    for name, source in data.evaluated.items():
+        batches = validation_batches(source, config, context.device, data_share(context))
+        found[name] = evaluate(training, context, batches, data.bytes_of_ids)
+    return found
 
 
 @pytest.mark.parametrize(("size", "micro", "axes"), LAYOUTS)
@@ -43,22 +44,30 @@ def test_neither_the_batch_size_nor_the_layout_changes_the_validation_figures(
     workplace: tuple[Path, Path], size: int, micro: int, axes: dict[str, int]
 ) -> None:
     def config_of(size: int, micro: int, **parallel: Any) -> Config:
-        sizes = {"global_batch_size": size, "micro_batch_size": micro, "seq_length": 16, "eval_batches": 99}
-        return small_config(*workplace, data=BATCHES, train=sizes, parallel=parallel)
+        sizes = {"global_batch_size": size, "micro_batch_size": micro, "seq_length": 16, "eval_batches": 999}
+        sets = {"validation": {"web": few[0], "both": few}}
+        return small_config(*workplace, data={**BATCHES, **sets}, train=sizes, parallel=parallel)
 
+    few = [str(workplace[0].with_name(f"few-{name}.jsonl")) for name in ("web", "code")]
+    for path in map(Path, few):
+        lines = path.with_name(path.name.removeprefix("few-")).read_text().splitlines()
+        path.write_text("\n".join(lines[:60]))
     prepare(config_of(5, 5))
     alone = figures_of(ParallelContext(dtype=torch.float64), config_of(5, 5))
     data = open_data(config_of(5, 5), prepare(config_of(5, 5)))
     assert data.validation is not None
     samples = data.validation.without_repeats()
     assert size == 1 or samples % size, "the last batch is not full"
-    assert 0.8 * 16 * samples < alone.tokens < 16 * samples
+    assert 0.8 * 16 * samples < alone["held_out"].tokens < 16 * samples
+    assert len({round(figures.loss, 3) for figures in alone.values()}) == len(alone) == 3
     layout = ParallelLayout(**axes)
     config = config_of(size, micro, **{axis: count for axis, count in axes.items() if axis != "dp"})
     for found in run_ranks(
         figures_of, layout.world_size, config, dtype=torch.float64, layout=layout, needs=needs_of(config)
     ):
-        torch.testing.assert_close(vars(found), vars(alone), rtol=1e-10, atol=1e-12)
+        assert found.keys() == alone.keys()
+        for name, figures in found.items():
+            torch.testing.assert_close(vars(figures), vars(alone[name]), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_what_routers_do_not_get_back_is_missed(workplace: Workplace, saved: Sav
 
 def rest_of_the_reference(workplace: Workplace, saved: Row) -> Trace:
     whole = saved.reference(workplace)
-    steps = ("losses", "grad_norms", "tokens", "gradients", "routing", "sizes")
+    steps = ("losses", "grad_norms", "tokens", "gradients", "routing", "sizes", "layers")
     return replace(whole, **{name: getattr(whole, name)[BEFORE:] for name in steps})
 
 

@@ -21,6 +21,7 @@ from megalite.data.open import open_data
 from megalite.launch.context import ParallelContext
 from megalite.model.gpt import Routers
 from megalite.optim.buffers import TrainingBuffers
+from megalite.optim.layer_norms import norms_of
 from megalite.optim.optimizer import slices_of
 from megalite.optim.schedule import decay_factor, learning_rate
 from megalite.optim.update_sizes import elements_of, sizes_of
@@ -58,6 +59,7 @@ class Trace:
     routing: list[Tensor]  # of each step, what all routers counted; empty without experts
     logits: list[list[float]]  # of each step, the largest of each layer, with QK-clip
     sizes: list[dict[str, dict[str, float]]]  # of each step, of its update and of the weights
+    layers: list[dict[str, dict[str, float]]]  # of each step, of outputs and gradients
     sources: list[Tensor]  # of each step, losses and tokens by part of a blend
 
 
@@ -82,7 +84,7 @@ def small_config(
     config.train = replace(config.train, steps=STEPS, global_batch_size=GLOBAL_BATCH, seq_length=16, eval_batches=1)
     config.optimizer = replace(config.optimizer, lr=1e-2, clip_grad=0.05)
     config.lr = replace(config.lr, warmup_steps=2)
-    config.log = replace(config.log, update_sizes=True)
+    config.log = replace(config.log, update_sizes=True, layer_norms_interval=1)
     for section, values in overrides.items():
         inner = {"moe": MoEConfig, "muon": MuonConfig}
         values = {name: inner[name](**value) if name in inner else value for name, value in values.items()}
@@ -127,7 +129,11 @@ def train(
             at, peak, all_steps = batch.planned.step - 1, config.optimizer.lr, config.train.steps
             lr = learning_rate(at, config.lr, peak=peak, steps=all_steps)
             decay = decay_factor(at, config.optimizer.weight_decay_schedule, lr=lr, peak=peak, steps=all_steps)
-            figures.append(step(batch.microbatches, batch.local_tokens, lr, decay_factor=decay, measures=True).read())
+            layers = training.layer_norms
+            assert layers is not None
+            more: dict[str, Any] = {"decay_factor": decay, "measures": True, "layers": layers}
+            with layers.watching():
+                figures.append(step(batch.microbatches, batch.local_tokens, lr, **more).read())
             gradients.append(_owned(buffers, buffers.gradients))
     training.gather.finish()
     assert data.validation is not None
@@ -158,6 +164,7 @@ def train(
         routing=[f.routing for f in figures if f.routing is not None],
         logits=[[*f.largest_logits] for f in figures if f.largest_logits],
         sizes=[sizes_of(f.squares, elements_of(config)) for f in figures if f.squares is not None],
+        layers=[norms_of(f.layers, config, GLOBAL_BATCH * 16, 1.0) for f in figures if f.layers is not None],
         sources=[f.sources for f in figures if f.sources is not None],
         routers={name: value.clone() for name, value in Routers(training.chunks).state()},
     )
@@ -188,6 +195,7 @@ def assert_same_training(found: Sequence[Trace], reference: Trace) -> None:
         torch.testing.assert_close(trace.grad_norms, reference.grad_norms, **close)
         torch.testing.assert_close(vars(trace.validation), vars(reference.validation), **close)
         torch.testing.assert_close(trace.routing, reference.routing, **close)
+        torch.testing.assert_close(trace.layers, reference.layers, **close)
         assert (trace.averaged is None) == (reference.averaged is None)
         if trace.averaged is not None and reference.averaged is not None:
             torch.testing.assert_close(vars(trace.averaged), vars(reference.averaged), **close)

@@ -116,6 +116,24 @@ def test_all_lines_of_a_log_have_the_same_columns_and_fit(plain: Plain, steps: i
         assert len(row) <= 100
 
 
+def test_the_loss_on_each_set_is_below_the_validation_loss(plain: Plain) -> None:
+    """However many sets there are, and where nothing is held out."""
+    sets = {f"set_{number}": {"loss": 3.0 + number, "bits_per_byte": None} for number in range(9)}
+    plain.terminal.add(evaluation(100, 4.2, 1.5) | {"validation": sets})
+    plain.terminal.add({"step": 200, "tokens": 1000, "validation": sets, "eval_time_s": 2.0})
+    lines = plain.lines()
+    assert lines[0].startswith("step 100  validation loss 4.2000, perplexity 66.6863, bits per byte 1.5000")
+    assert lines[1].startswith("  on set_0 3.0000, set_1 4.0000, ")
+    assert lines[3] == "step 200  validation loss by set  (2.00 s)"
+    assert lines[4:] == lines[1:3]
+    assert max(map(len, lines)) <= 100
+    run = a_run()
+    for step, loss in ((100, 5.5), (300, 4.5)):
+        run.add({"step": step, "val_loss": 5.0, "validation": {"web": {"loss": loss, "bits_per_byte": None}}})
+    finish(plain.terminal, run)
+    assert "  on web           5.5000 -> 4.5000" in plain.lines()
+
+
 def test_a_step_line_holds_every_number_under_names_that_come_back_every_few_lines(plain: Plain) -> None:
     for step in range(1, 2 * NAMES_EVERY + 2):
         plain.terminal.add(line(step=step, mfu=0.423))

@@ -103,6 +103,7 @@ def test_tensorboard_holds_every_number_and_samples_as_they_are(tmp_path: Path) 
         for number in range(step + 1, 5):
             sizes = {"update_rms": {"block_3": 0.5}, "layer_attention_logit": {"0": 9.0}}
             show({"step": number, "loss": loss, "mfu": None, "time_split": {"data": 0.5}, **sizes})
+            show({"step": number, "val_loss": 2.0, "validation": {"web": {"loss": 3.0, "bits_per_byte": None}}})
         show({"step": 4, "kind": "checkpoint", "bytes": 3})
         show(END)
     for record in (SAMPLE, END):
@@ -110,7 +111,9 @@ def test_tensorboard_holds_every_number_and_samples_as_they_are(tmp_path: Path) 
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 1), (2, 1), (3, 2), (4, 2)]
-    assert board.Tags()["scalars"] == ["loss", "time_split/data", "update_rms/block_3", "layer_attention_logit/0"]
+    names = ["loss", "time_split/data", "update_rms/block_3", "layer_attention_logit/0", "val_loss", "val_loss/web"]
+    assert board.Tags()["scalars"] == names
+    assert [event.value for event in board.Scalars("val_loss/web")] == [3.0] * 4
     (name,) = board.Tags()["tensors"]
     (event,) = board.Tensors(name)
     assert event.step == 3

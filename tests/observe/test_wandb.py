@@ -44,7 +44,7 @@ def lines_of(start: int) -> list[dict[str, Any]]:
     return [
         {"step": first, "loss": 1.0, "mfu": None, "time_split": {"data": 0.5}, **SIZES},
         {"step": second, "loss": 0.5},
-        {"step": second, "val_loss": 0.75},
+        {"step": second, "val_loss": 0.75, "validation": {"web": {"loss": 0.8, "bits_per_byte": 0.2}}},
         {"step": second, "kind": "sample", "prompt": "a", "text": "b"},
         {"step": second, "kind": "sample", "prompt": "c", "text": "d"},
         {"step": second, "kind": "checkpoint", "bytes": 3},
@@ -157,6 +157,7 @@ def test_all_starts_are_one_run_with_the_steps_of_training(shown: Shown) -> None
         expected.setdefault(line["step"], {}).update(flat_values(line))
     assert sent == [*expected.values()]
     names = ["update_rms/block_3", "group_update_rms/*/router/*", "max_attention_logit", "layer_attention_logit/0"]
+    assert [sent[1][name] for name in ("val_loss", "val_loss/web", "val_bits_per_byte/web")] == [0.75, 0.8, 0.2]
     assert [sent[0][name] for name in (*names, "source_loss/web/part/1")] == [0.001, 0.002, 9.0, 9.0, 3.0]
 
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from tokenizers import Tokenizer, models, normalizers
 from megalite.config.schema import Config
 from megalite.data.open import open_data
 from megalite.data.token_file import TokenFile, with_suffix
-from megalite.data.tokenizers import TextTokenizer, byte_tokenizer
+from megalite.data.tokenizers import TextTokenizer, byte_tokenizer, load_tokenizer
 from megalite.errors.problems import UserError
+from megalite.prepare import prepare as preparation
 from megalite.prepare.prepare import char_tokenizer, prepare, prepare_file, sample, targets_of
 from megalite.prepare.sources import Source, sources_of
 
@@ -46,7 +48,7 @@ def start(path: Path, cache: Path, tokenizer: str = "byte", workers: int = 2) ->
 def made(config: Config, path: Path) -> TokenFile:
     """The token file of `path`."""
     config.data.path = str(path)
-    [prefix], _ = prepare(config)
+    [prefix] = prepare(config).prefixes
     return TokenFile.open(prefix)
 
 
@@ -179,7 +181,7 @@ def test_workers_give_the_same_file_as_one_process(tmp_path: Path, config: Confi
     for workers in (1, 3):
         config.data.workers, config.data.cache_dir = workers, str(tmp_path / f"cache-{workers}")
         config.tokenizer, config.data.path = "bpe", str(tmp_path / "a.jsonl")
-        [prefix], _ = prepare(config)
+        [prefix] = prepare(config).prefixes
         files.append([with_suffix(prefix, ending).read_bytes() for ending in (".bin", ".idx", ".json")])
     assert files[0] == files[1]
 
@@ -243,3 +245,44 @@ def test_a_document_of_a_million_characters_has_the_ids_of_the_whole(tmp_path: P
     (tmp_path / "a.txt").write_text("a\n" * 600_000)
     config.tokenizer = folder_of(backend, tmp_path / "tokenizer")
     assert made(config, tmp_path / "a.txt").tokens[:].tolist() == [2, 3, *[1, 3] * 599_999]
+
+
+def test_sets_for_validation_are_made_by_the_tokenizer_of_the_training_text_alone(
+    tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However they come: with the training text, after it, or as its own part; the same text is one token file."""
+    for name, line in (("a", LINE), ("b", "zwei Wörter. "), ("web", "<html><body>text</body></html>\n")):
+        (tmp_path / f"{name}.txt").write_text(line * 400)
+    config.tokenizer, config.data.bpe_vocab_size = "bpe", 300
+    a, b, web = (str(tmp_path / f"{name}.txt") for name in ("a", "b", "web"))
+    config.data.path = [a, b]
+    alone, together, later = (replace(config.data, cache_dir=str(tmp_path / name)) for name in ("1", "2", "3"))
+    wanted = prepare(replace(config, data=alone))
+    assert wanted.sets == {}
+    sets = {"web": web, "both": [web, b]}
+    found = prepare(replace(config, data=replace(together, validation=sets)))
+    assert [it.name for it in found.prefixes] == [it.name for it in wanted.prefixes]
+    prepare(replace(config, data=later))
+    monkeypatch.setattr(preparation, "bpe_tokenizer", None)  # it is there
+    after = prepare(replace(config, data=replace(later, validation=sets)))
+    for each in (found, after):
+        files = {name: [TokenFile.open(prefix) for prefix in prefixes] for name, prefixes in each.sets.items()}
+        ours = [TokenFile.open(prefix) for prefix in each.prefixes]
+        theirs = [TokenFile.open(prefix) for prefix in wanted.prefixes]
+        assert [it.tokens.tolist() for it in ours] == [it.tokens.tolist() for it in theirs]
+        assert {it.facts.tokenizer for its in files.values() for it in its} == {theirs[0].facts.tokenizer}
+        assert each.sets["both"] == [each.sets["web"][0], each.prefixes[1]]
+        decoded = load_tokenizer(with_suffix(each.prefixes[0], ".tokenizer")).decode(files["web"][0].tokens.tolist())
+        assert decoded.startswith((tmp_path / "web.txt").read_text())
+
+
+def test_a_symbol_of_a_set_that_the_training_text_does_not_have_is_refused(tmp_path: Path, config: Config) -> None:
+    """And the token file of the training text stays."""
+    (tmp_path / "a.txt").write_text(LINE * 100)
+    (tmp_path / "b.txt").write_text(LINE + "é")
+    config.tokenizer, config.data.path = "char", str(tmp_path / "a.txt")
+    config.data.validation = {"b": str(tmp_path / "b.txt")}
+    with pytest.raises(UserError, match=r"a part of it has no token.* in .*b\.txt: document 1"):
+        prepare(config)
+    config.data.validation = None
+    assert targets_of(config, sources_of(config.data))[0].is_prepared

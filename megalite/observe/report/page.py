@@ -35,9 +35,23 @@ from megalite.train.history import ENDS, EVENTS, Record, View
 HERE = Path(__file__).parent
 SCRIPTS = (HERE / "charts.js", HERE / "report.js")
 UNREMARKABLE = ("run_dir", "run_name", "resume")  # settings that are no difference between runs
-BY_LAYER = ("relative_update", "layer_attention_logit")  # series with a value for each layer, in one picture
+BY_LAYER = (
+    "relative_update",
+    "layer_attention_logit",
+    "activation_rms",
+    "gradient_rms",
+)  # series with a value for each layer, in one picture
 # How series begin that no curve shows: those by layer would be too many.
-APART = ("layer", "relative_update/", "update_", "weight_rms/", "group_update_", "group_weight_")
+APART = (
+    "layer",
+    "relative_update/",
+    "activation_rms/",
+    "gradient_rms/",
+    "update_",
+    "weight_rms/",
+    "group_update_",
+    "group_weight_",
+)
 MOST_NAMED = 3  # settings that name the runs of a sweep
 SHARE = 300  # a run goes on for so many times as long as the last drawing took
 _PAGE = rb'<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8"/>\n<meta (name="generator" content="'

@@ -4,17 +4,20 @@ const many = page.compared, charts = [];
 const NATS = "nats per token", ADDED = "added to the loss, coefficient included";
 const chart = (title, series, options = {}) => ({ title, series, ...options });
 const known = [...new Set(page.runs.flatMap(({ series }) => Object.keys(series)))];
-const within = (prefix) => Object.fromEntries( // the series of a group, each with the rest of its name
-  known.filter((key) => key.startsWith(prefix)).map((key) => [key, key.slice(prefix.length)]));
+const within = (prefix, more = "") => Object.fromEntries( // the series of a group, each with the rest of its name
+  known.filter((key) => key.startsWith(prefix)).map((key) => [key, key.slice(prefix.length) + more]));
 const SECTIONS = { // charts by section: their series of metrics.jsonl, each with a name where there are two
   learning: [
     chart("Loss", { loss: "training", val_loss: "validation", val_loss_ema: "validation (ema)" },
       { unit: NATS, wide: true, smooth: true, marks: true }),
+    chart("Validation loss by set", { ...within("val_loss/"), ...within("val_loss_ema/", " (ema)") },
+      { unit: NATS, colour: 1 }),
     chart("Training loss by source", within("source_loss/"), { unit: NATS, smooth: true }),
     chart("Tokens by source", within("source_tokens/"), { unit: "of the steps since the line before", zero: true }),
     chart("Learning rate", { lr: "" }, { zero: true }),
     chart("Gradient norm", { grad_norm: "" }, { unit: "before clipping", smooth: true, marks: true }),
-    chart("Bits per byte, validation", { val_bits_per_byte: "" }, { unit: "bits", colour: 1 }),
+    chart("Bits per byte, validation", { val_bits_per_byte: "", ...within("val_bits_per_byte/") },
+      { unit: "bits", colour: 1 }),
     chart("Loss scale", { loss_scale: "" }, { unit: "factor" }),
   ],
   layers: [
@@ -265,6 +268,8 @@ else {
     "largest of neighbouring steps; shades are logarithmic.", run.layers.relative_update);
   layerMap("Largest attention logit, by layer", "Before softmax. Shades are logarithmic.",
     run.layers.layer_attention_logit);
+  layerMap("Output, by layer", "Root mean square. Shades are logarithmic.", run.layers.activation_rms);
+  layerMap("Gradient, by layer", "Root mean square before clipping. Shades are logarithmic.", run.layers.gradient_rms);
   if (run.experts) expertMaps(run.experts);
 }
 form.over.value = usual;

@@ -82,6 +82,8 @@ def sizes_at(step: int, layers: int = 2) -> dict[str, Any]:
         "group_update_rms": dict.fromkeys(groups, size),
         "group_update_norm": dict.fromkeys(groups, 30 * size),
         "group_weight_rms": dict(zip(groups, (0.02, 0.04, 0.0), strict=True)),
+        "activation_rms": dict.fromkeys(names, 1.5),
+        "gradient_rms": dict.fromkeys(names, 10 * size),
         "max_attention_logit": max(logits.values()),
         "layer_attention_logit": logits,
     }

@@ -34,12 +34,14 @@ def test_all_charts_of_a_run_are_drawn(tmp_path: Path) -> None:
     moe = {"imbalance_max": 3.0, "imbalance_mean": 2.5, "entropy": 1.0, "tokens_per_expert": [[1, 0, 3], [0, 4, 0]]}
     sources = {"source_loss": {"web": 4.0, "code": 3.0}, "source_tokens": {"web": 300, "code": 100}}
     added = {"moe": moe, **sources}
+    sets = {"validation": {"web": {"loss": 4.0, "bits_per_byte": 1.5}, "code": {"loss": 3.5, "bits_per_byte": None}}}
+    lines = [line if "loss" in line else {**line, **sets} for line in lines]
     more = [{**line, **added, **sizes_at(line["step"])} if "loss" in line else line for line in lines]
     content = "".join(json.dumps(line) + "\n" for line in more)
     (run / "metrics.jsonl").write_text(content)
     found = drawn(write_report([run], tmp_path / "run.html"))
     assert [title for title, _ in found] == [
-        "Loss", "Training loss by source", "Tokens by source",
+        "Loss", "Validation loss by set", "Training loss by source", "Tokens by source",
         "Learning rate", "Gradient norm", "Bits per byte, validation", "Update over weights, by group",
         "Largest attention logit", "Update over weights, by layer", "Largest attention logit, by layer",
         "Tokens per second", "Time of a step",

@@ -261,12 +261,17 @@ def test_updates_and_attention_logits_are_shown_by_layer_and_by_group(run: Path,
     for at, row in enumerate(updates["rows"], 1):
         assert row == [0.0 if step == 5 else pytest.approx(at / step / 20, rel=1e-3) for step in steps]
     assert (logits["names"], logits["rows"]) == (["0", "1"], [[3 + at + step for step in steps] for at in (0, 1)])
-    found = {name: points for name, points in records["series"].items() if "update" in name or "logit" in name}
+    outputs, gradients = records["layers"]["activation_rms"], records["layers"]["gradient_rms"]
+    assert outputs["names"] == gradients["names"] == updates["names"]
+    assert outputs["rows"] == [[1.5] * 40] * 4
+    assert gradients["rows"][0][1] == pytest.approx(10 * 1e-3 / 2)
+    words = ("update", "logit", "activation", "gradient_")
+    found = {name: points for name, points in records["series"].items() if any(word in name for word in words)}
     groups = {f"group_relative_update/{name}" for name in ("embedding_and_head", "muon_matrices")}
     assert found.keys() == {*groups, "max_attention_logit"}
     assert found["group_relative_update/muon_matrices"][1] == [2, pytest.approx(0.0125)]
     assert found["max_attention_logit"][1] == [2, 6]
-    assert "Updates and attention logits" in page.text
-    assert "Updates and attention logits" in both.text
+    assert " Layers " in page.text
+    assert " Layers " in both.text
     assert [one["layers"] for one in both.records["runs"]] == [{}, {}]
-    assert "Updates and attention logits" not in page_of(tmp_path / "other").text
+    assert " Layers " not in page_of(tmp_path / "other").text
