@@ -18,7 +18,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -50,7 +50,7 @@ SEEN_WITHIN_S = 65.0  # an NFS client may remember for 60 s (acdirmax) that a fi
 
 # What may change between a run and its continuation. A change is refused if it makes the saved tensors meaningless or
 # reorders the data. The sequence length may grow, and rotary positions with it. Everything else may change on purpose.
-_LENGTH, _RAMP = "train.seq_length", "train.batch_ramp"
+_LENGTH = "train.seq_length"
 OF_STATE = ("optimizer.name", "optimizer.moment_dtype", "optimizer.muon.router")  # what is in its state
 _FIXED = ("seed", "data.validation_fraction", "data.weights", *OF_STATE, "model.")
 _FREE = (  # beginnings of names; the model's leave the meaning of its parameters alone
@@ -64,6 +64,9 @@ _OF_A_START = (
     *("run_dir", "run_name", "resume", "checkpoint.init_from"),
     *("launch.preflight", "launch.status_file", "train.max_minutes"),
 )
+
+
+SettingsAt = Callable[[int], Mapping[str, Any]]
 
 
 def take_lock(path: Path) -> tuple[TextIO, dict[str, Any]]:
@@ -106,29 +109,30 @@ class RunFolder:
         path: Path,
         context: ParallelContext,
         resume: str,
-        config: Mapping[str, Any],
+        settings: SettingsAt,
         fingerprint: str,
         remote: "Remote | None" = None,
     ) -> None:
         """Lock the folder for a new run or the one that it, or the `remote` store, holds; collective. UserError on all
-        ranks where that cannot be. `config` is the resolved configuration as plain dictionaries; `fingerprint`
-        identifies data and tokenizer."""
+        ranks where that cannot be. `settings`: the resolved ones in which a step is done, as plain dictionaries.
+        `fingerprint`: of data and tokenizer of the run's first phase, empty where these are not needed any more."""
         self.path, self.checkpoints, self._remote = path, path / CHECKPOINTS, remote
         self.lock: TextIO | None = None  # on rank 0
         self._new: list[Path] = []  # what was not there before this start, on rank 0: innermost first
         try:
-            opened = rank0_broadcast(context, lambda: self._open(resume, config, fingerprint))
-            self.run_id, self.changes, self.holder = opened
+            opened = rank0_broadcast(context, lambda: self._open(resume, settings, fingerprint))
+            self.run_id, fingerprint, self.changes, self.holder = opened
             all_ranks_or_raise(context, self._find, patient=True)
         except BaseException:
             self.withdraw()
             raise
         self.labels = {"run_id": self.run_id, "data_fingerprint": fingerprint}  # for run.json and manifests
 
-    def _open(self, resume: str, config: Mapping[str, Any], fingerprint: str) -> tuple[str, list[str], dict[str, Any]]:
-        """Check the folder, lock it, and clear up after killed jobs; the run's id, its changes, the lock's holder."""
+    def _open(self, resume: str, settings: SettingsAt, fingerprint: str) -> tuple[str, str, list[str], dict[str, Any]]:
+        """Check the folder, lock it, and clear up after killed jobs: the run's id and fingerprint, its changes, and the
+        lock's holder."""
         with _usable(self.path):
-            run_id, changes = self._examine(resume, config, fingerprint)
+            run_id, fingerprint, changes = self._examine(resume, settings, fingerprint)
             names = (LOCK,) if (self.path / RUN).exists() else OWN
             places = (*(self.path / name for name in names), self.path, *self.path.parents)
             self._new = [place for place in places if not os.path.lexists(place)]
@@ -142,15 +146,16 @@ class RunFolder:
             if run_id and not (self.path / RUN).exists():  # a run of the store, which goes on here: what comes stays
                 self._new = []
                 self._write_labels(run_id, fingerprint)
-        return run_id or secrets.token_hex(8), changes, self.holder
+        return run_id or secrets.token_hex(8), fingerprint, changes, self.holder
 
     def _write_labels(self, run_id: str, fingerprint: str) -> None:
         labels = {"run_id": run_id, "data_fingerprint": fingerprint}
         write_atomically(self.path / RUN, (json.dumps(labels, indent=1) + "\n").encode())  # the folder is a run's now
 
-    def _examine(self, resume: str, config: Mapping[str, Any], fingerprint: str) -> tuple[str, list[str]]:
-        """The id of the run that the folder holds and which settings have changed since; nothing is touched. The id is
-        empty where there is nothing to continue: no run, or one that was killed before its first checkpoint."""
+    def _examine(self, resume: str, settings: SettingsAt, fingerprint: str) -> tuple[str, str, list[str]]:
+        """Id and fingerprint of the run that the folder holds and which settings have changed since; nothing is
+        touched. The id is empty where there is nothing to continue: no run, or one that was killed before its first
+        checkpoint."""
         refuse([*run_dir_problems(str(self.path), self.path)])
         run = read_object(self.path / RUN) if (self.path / RUN).exists() else {}
         if run and resume == "never":
@@ -163,20 +168,20 @@ class RunFolder:
         if there is not None:
             if resume == "never":
                 rule, remedy = "a run is saved there, and resume=never was asked for", "another prefix, or resume=auto"
-                raise UserError(Problem("checkpoint.remote", config["checkpoint"]["remote"], rule, remedy))
+                raise UserError(Problem("checkpoint.remote", settings(0)["checkpoint"]["remote"], rule, remedy))
             run = there.manifest.about
         elif not checkpoints:
-            return "", []
+            return "", fingerprint, []
         # Before all ranks verify the checkpoints: the newest whose JSON is intact says what the run was started with.
         looked_at = (inspect(checkpoint, ParallelContext(), json_only=True) for checkpoint in checkpoints)
         found = there or next((found for found in looked_at if isinstance(found, Found)), None)
-        problems, changes = compare({} if found is None else found.state["config"], config)
-        if (before := run.get("data_fingerprint")) != fingerprint:
+        problems, changes = compare(found.state["config"], settings(found.manifest.step)) if found else ([], [])
+        if fingerprint not in ("", before := run.get("data_fingerprint")):
             rule = f"data or tokenizer differ from the run's (fingerprint {before})"
             remedy = "use those of the run, or another run_dir for a new run"
             problems.append(Problem("data", fingerprint, rule, remedy))
         refuse(problems)
-        return str(run.get("run_id", "")), changes
+        return str(run.get("run_id", "")), fingerprint or str(before), changes
 
     def _find(self) -> None:
         """UserError unless this rank sees the lock that rank 0 has taken: else it would write checkpoints elsewhere."""
@@ -225,9 +230,6 @@ def compare(saved: Mapping[str, Any], current: Mapping[str, Any]) -> tuple[list[
     """All refused differences, and the allowed ones in words. Settings that only one side knows are passed over."""
     before, now, problems, changes = leaves(saved), leaves(current), list[Problem](), list[str]()
     grows = before.get(_LENGTH, 0) < now.get(_LENGTH, 0)
-    if grows and now.get(_RAMP) is not None:
-        rule = f"it counts samples, of which the run has consumed fewer when {_LENGTH} grows"
-        problems.append(Problem(_RAMP, now[_RAMP], rule, f"{_RAMP}=null"))
     changed = {name for name in before.keys() & now.keys() if before[name] != now[name]}
     for name in sorted(changed.difference(_OF_A_START)):
         free = (*_FREE, *OF_STATE) if current["optimizer"]["may_change"] else _FREE

@@ -25,6 +25,7 @@ from megalite.config.arguments import read_arguments, shown
 from megalite.config.derive import derive
 from megalite.config.files import absolute, read_yaml, refusing
 from megalite.config.model_folder import holds_tokenizer, imported_model_settings
+from megalite.config.phase_rules import problems_of_phases, read_phases
 from megalite.config.rule import example, outside
 from megalite.config.rules import check, unused
 from megalite.config.schema import Config
@@ -45,7 +46,9 @@ def load_config(argv: Sequence[str], world_size: int, unread: Collection[str] = 
     """The derived, checked config of a command line, or a UserError with every problem in it, but for those that rules
     find with settings that are `unread`."""
     config, problems, doubtful, _ = read_settings(read_arguments(argv))
-    refuse([*problems, *check(config, world_size, doubtful | set(unread))])
+    doubtful |= {*unread}
+    problems += check(config, world_size, doubtful)
+    refuse(problems or problems_of_phases(config, world_size, doubtful))
     return derive(replace(config, told=(*config.told, *unused(config))), world_size)
 
 
@@ -130,8 +133,9 @@ def read_settings(arguments: Namespace) -> tuple[Config, list[Problem], set[str]
     problems += wrong
     meant = {overrides.nearest_setting(name) or name for name in (problem.setting.lstrip("+~") for problem in problems)}
     doubtful = {*SETTINGS} if found is None or EXPERIMENT in meant else meant
-    config = replace(with_values(Config(), values), told=tuple(told), departures=departures)
-    return config, problems, doubtful, given
+    config, of_phases = read_phases(with_values(Config(), values))
+    config = replace(config, told=tuple(told), departures=departures)
+    return config, [*problems, *of_phases], doubtful, given
 
 
 def _replaced(given: Values) -> dict[str, Any]:

@@ -33,7 +33,7 @@ BUILT_IN_TOKENIZERS = ("bpe", "byte", "char")
 TRAINING = {
     *(name for name, setting in SETTINGS.items() if setting.group in ("model", "data", "optimizer", "lr")),
     *("train.global_batch_size", "train.batch_ramp", "train.seq_length", "train.label_smoothing", "train.z_loss"),
-    *("seed", "tokenizer", "checkpoint.init_from"),
+    *("seed", "tokenizer", "checkpoint.init_from", "phases"),
 } - {
     *("model.name", "model.loss_chunk_tokens", "model.moe.dispatcher"),
     *("data.cache_dir", "data.workers", "data.streaming", "data.validation"),
@@ -44,8 +44,8 @@ TRAINING = {
 # Settings of later versions, whose defaults leave the names of older runs as they are.
 LATER_ONES = (
     *("optimizer.name", "optimizer.groups", "optimizer.ema_", "optimizer.muon.", "optimizer.qk_clip"),
-    *("model.mup_base_", "optimizer.weight_decay_schedule", "optimizer.cautious", "lr.table"),
-    *("lr.warmup_tokens", "lr.decay_tokens"),
+    *("model.mup_base_", "optimizer.weight_decay_schedule", "optimizer.cautious", "phases"),
+    *("lr.table", "lr.steps", "lr.warmup_tokens", "lr.decay_tokens"),
 )
 LATER = {name for name in SETTINGS if name.startswith(LATER_ONES)}
 
@@ -71,8 +71,10 @@ def derive(config: Config, world_size: int = 1) -> Config:
 def derive_lengths(config: Config, steps: int) -> Config:
     """A copy of a derived config with this number of steps, and what follows from it."""
     warmup, decay = warmup_and_decay(config, steps)
-    warmup, decay = (min(100, steps // 10) if warmup is None else warmup), (steps // 5 if decay is None else decay)
-    return with_values(config, {"train.steps": steps, "lr.warmup_steps": warmup, "lr.decay_steps": decay})
+    span = steps if "lr.steps" in config.derived else config.lr.steps
+    warmup, decay = (min(100, steps // 10) if warmup is None else warmup), (span // 5 if decay is None else decay)
+    values = {"train.steps": steps, "lr.steps": span, "lr.warmup_steps": warmup, "lr.decay_steps": decay}
+    return with_values(config, values)
 
 
 def derive_sizes(config: Config) -> Config:
@@ -189,21 +191,23 @@ def looks_like_path(name: str) -> bool:
     return name.startswith(("/", ".", "~")) or name.endswith("/") or name.count("/") > 1
 
 
+def absolute_paths(path: Any, source: str) -> Any:
+    """data.path or data.validation with absolute paths; names at the hub stay as they are."""
+    if isinstance(path, list):
+        return [absolute_paths(part, source) for part in path]
+    if isinstance(path, dict):
+        return {name: absolute_paths(part, source) for name, part in path.items()}
+    return path if path is None else str(path) if source == "hf" else absolute(str(path))
+
+
 def _resolved(config: Config) -> Config:
-    """A copy in which sizes and absolute paths are written out; names at the hub stay as they are."""
+    """A copy in which sizes and absolute paths are written out."""
     data, tokenizer = config.data, config.tokenizer
-
-    def found(path: Any) -> Any:
-        """A path, or a list of them."""
-        if isinstance(path, list):
-            return [found(part) for part in path]
-        return path if path is None else str(path) if data.source == "hf" else absolute(str(path))
-
-    sets = data.validation and {name: found(path) for name, path in data.validation.items()}
+    path, sets = (absolute_paths(paths, data.source) for paths in (data.path, data.validation))
     if looks_like_path(tokenizer) or os.path.isdir(os.path.expanduser(tokenizer)):
         tokenizer = absolute(tokenizer)
     cache = data.cache_dir or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "megalite")
     start = config.checkpoint.init_from and absolute(config.checkpoint.init_from)
-    places = {"data.path": found(data.path), "data.cache_dir": absolute(cache), "checkpoint.init_from": start}
+    places = {"data.path": path, "data.cache_dir": absolute(cache), "checkpoint.init_from": start}
     places["data.validation"] = sets
     return with_values(derive_sizes(config), {"tokenizer": tokenizer, **places})

@@ -21,7 +21,7 @@ def steps_are_steps_of_the_run(case: Case) -> Iterator[Found]:
     train, lr = case.config.train, case.config.lr
     idle, steps, horizon = {*train.profile_steps} & {*train.skip_steps}, case.value("train.steps"), horizon_of(train)
     warmup, decay = (one or 0 for one in warmup_and_decay(case.config, steps or 0))
-    by = [IN_TOKENS[name] if case.given(IN_TOKENS[name]) is not None else name for name in FOLLOW_LENGTH[1:]]
+    by = [IN_TOKENS[name] if case.given(IN_TOKENS[name]) is not None else name for name in FOLLOW_LENGTH[1:3]]
     known = inf if steps is None else steps  # unknown: judged again once model and data are known
     last = "{1}" if horizon == "train.steps" or steps is None else f"{known}, the steps of {{1}}"
     late = lr.schedule == "wsd" and warmup <= known < warmup + decay

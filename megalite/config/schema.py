@@ -276,6 +276,7 @@ class LearningRateConfig:
     decay_steps: int = setting(None, "wsd: steps of the final decay; null: a fifth of train.steps", at_least=0)
     decay_tokens: int | None = setting(None, "wsd: tokens of that decay, in place of steps", at_least=0, at_most=10**18)
     table: list[list[float]] = setting([], "table: [share of the steps, factor of optimizer.lr] each, warm-up included")
+    steps: int = setting(None, "steps from the first to the last of the schedule; null: train.steps", at_least=1)
 
 
 @dataclass
@@ -361,6 +362,9 @@ class Config:
     device: str = setting("auto", "auto: cuda where present, else cpu", choices="auto|cpu|cuda")
     precision: str = setting("auto", "auto: bf16 where it is fast, else fp32", choices="auto|fp64|fp32|bf16|fp16")
     tokenizer: str = setting("bpe", "bpe (trained on the data), byte, char, or a transformers name or folder")
+    phases: list[dict[str, Any]] = setting(
+        [], "settings that change at planned steps: {until: STEP or share, SETTING: VALUE} each (docs/long_runs.md)"
+    )
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

@@ -13,7 +13,7 @@ from megalite.config.schema import Config, TrainConfig
 
 MOST_SIZES = 10_000
 HORIZONS = ("train.steps", *(f"train.{name}" for name in ("tokens", "tokens_per_parameter", "flops", "epochs")))
-FOLLOW_LENGTH = ("train.steps", "lr.warmup_steps", "lr.decay_steps")  # from what a run has consumed, where it goes on
+FOLLOW_LENGTH = ("train.steps", "lr.warmup_steps", "lr.decay_steps", "lr.steps")  # from what a run has consumed
 USUAL_STEPS = 200
 IN_TOKENS = {  # the same in steps and in tokens
     "lr.warmup_steps": "lr.warmup_tokens",

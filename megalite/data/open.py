@@ -42,8 +42,16 @@ class OpenedData:
     tokenizer: TextTokenizer | None
     fingerprint: str
     description: str
+    identities: list[str]  # of the parts' contents
+    names: list[str]  # of the parts
     sets: Mapping[str, SampleSource] = field(default_factory=dict)  # by name
     fingerprint_of_sets: str = ""
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """Where the tokenizer of the files is; None where they have none beside them."""
+        folders = (with_suffix(part.file.prefix, ".tokenizer") for part in self.train.parts)
+        return next((folder for folder in folders if folder.is_dir()), None)
 
     @property
     def evaluated(self) -> dict[str, SampleSource]:
@@ -115,6 +123,8 @@ def _open_training(config: Config, prefixes: list[Path], named: TextTokenizer | 
         tokenizer=tokenizer,
         fingerprint=digest(FORMAT, identities, fraction, weights),
         description="; ".join([counts, *([tokenizer.name] if tokenizer else [])]),
+        identities=identities,
+        names=source_names(config.data) or [config.data.source],
     )
 
 

@@ -7,13 +7,17 @@ Parts of a blend are mixed by Webster's method: part p's sample number c is due 
 are taken in order of their times. Webster's counts never shrink as x grows, so the counts at two neighbouring block
 borders say exactly which samples lie between them; nothing grows with the run.
 
+A run may change its blend or the length of its samples. Then a part goes on behind those of its samples that came
+before (`Position`), and keeps its number, which names its order; samples of another length begin the same share of an
+epoch later.
+
 Each part is walked in epochs of its own, each in a new order: 0..n-1 shuffled by a key, without an array. A Feistel
 network over the k bits that hold n - 1 is a bijection of 0..2^k-1. Cycle walking (apply again while the result is n or
 more) restricts it to 0..n-1, in less than two applications on average (Black and Rogaway 2002, section 4).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from math import lcm
@@ -48,7 +52,11 @@ class Part:
 
 @dataclass(frozen=True)
 class SampleSource:
-    """An endless sequence of samples. `seed` None: each part in the order of its file, the same every epoch."""
+    """An endless sequence of samples. `seed` None: each part in the order of its file, the same every epoch.
+
+    `first`: the sample of the run with which the blend begins. Before it the run has taken so many samples of each part
+    as `before` says (empty: none); `numbers`: what names the order of each part (empty: its place).
+    """
 
     parts: Sequence[Part]
     weights: tuple[int, ...]
@@ -56,14 +64,22 @@ class SampleSource:
     vocab_size: int
     seed: int | None
     end_of_document: int | None
+    first: int = 0
+    before: tuple[int, ...] = ()
+    numbers: tuple[int, ...] = ()
+
+    def taken(self, samples: int) -> list[int]:
+        """How many samples of each part are among the first `samples` of the run."""
+        counts = Blend(self.weights).counts(samples - self.first)
+        return [count + before for count, before in zip(counts, self.before or (0,) * len(counts), strict=True)]
 
     @property
     def tokens(self) -> int:
         return sum(part.tokens for part in self.parts)
 
     def epochs(self, samples: int) -> list[float]:
-        """How many times the first `samples` go through each part."""
-        counts = Blend(self.weights).counts(samples)
+        """How many times the first `samples` of the run go through each part."""
+        counts = self.taken(samples)
         return [count / part.samples(self.seq_length) for count, part in zip(counts, self.parts, strict=True)]
 
     def without_repeats(self) -> int:
@@ -73,16 +89,18 @@ class SampleSource:
 
     def places(self, indices: IntArray) -> tuple[IntArray, IntArray]:
         """Part [n] and first token within the part's file [n] of each sample of `indices` [n]."""
-        parts, numbers = Blend(self.weights).locate(indices)
+        parts, numbers = Blend(self.weights).locate(indices - self.first)
+        if self.before:
+            numbers = numbers + np.array(self.before)[parts]
         starts = np.empty_like(indices)
         for part in np.unique(parts):
             chosen = parts == part
-            count = self.parts[part].samples(self.seq_length)
+            count, number = self.parts[part].samples(self.seq_length), (self.numbers or range(len(self.parts)))[part]
             epochs, windows = np.divmod(numbers[chosen], count)
             if self.seed is not None:
                 for epoch in np.unique(epochs):
                     now = epochs == epoch
-                    windows[now] = permute(windows[now], count, round_keys(self.seed, int(part), int(epoch)))
+                    windows[now] = permute(windows[now], count, round_keys(self.seed, number, int(epoch)))
             starts[chosen] = self.parts[part].first + windows * self.seq_length
         return parts, starts
 
@@ -108,6 +126,40 @@ class SampleSource:
                 documents[row, begin - start :] += 1
                 positions[row, begin - start :] = np.arange(self.seq_length - (begin - start))
         return documents, positions
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a run had come in its sources, each known by its content, when the blend began that it takes now."""
+
+    first: int = 0  # the sample of the run with which it began
+    seq_length: int = 0
+    weights: dict[str, int] = field(default_factory=dict)  # of the sources in the blend
+    sources: dict[str, list[int]] = field(default_factory=dict)  # of all so far: number, samples, and their length
+
+    def moved(self, source: SampleSource, identities: Sequence[str], samples: int) -> tuple["Position", SampleSource]:
+        """The position and the samples of a run that has taken `samples` so far and goes on with `source`, whose parts
+        have these identities: as it was in the same blend, else a new one that begins here."""
+        names = [f"{it}/{identities[:at].count(it)}" for at, it in enumerate(identities)]  # one may be there twice
+        weights, length = dict(zip(names, source.weights, strict=True)), source.seq_length
+        position = self
+        if (weights, length) != (self.weights, self.seq_length):
+            blend = Blend(tuple(self.weights.values()))
+            counts = dict(zip(self.weights, blend.counts(samples - self.first) if self.weights else (), strict=True))
+            known = {name: [at, taken + counts.get(name, 0), of] for name, (at, taken, of) in self.sources.items()}
+            for name, part in zip(names, source.parts, strict=True):
+                number, taken, of = known.get(name, [len(known), 0, length])
+                known[name] = [number, _in_samples_of(length, part, taken, of), length]
+            position = Position(samples, length, weights, known)
+        before, numbers = (tuple(position.sources[name][at] for name in names) for at in (1, 0))
+        return position, replace(source, first=position.first, before=before, numbers=numbers)
+
+
+def _in_samples_of(length: int, part: Part, taken: int, before: int) -> int:
+    """The number of samples of `length` tokens that are as far in the part as `taken` ones of `before` tokens: the same
+    epochs, and of the last the same share, rounded up."""
+    epochs, rest = divmod(taken, part.samples(before))
+    return epochs * part.samples(length) + min(-(-rest * before // length), part.samples(length))
 
 
 def integer_weights(weights: list[float]) -> tuple[int, ...]:

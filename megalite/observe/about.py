@@ -82,6 +82,7 @@ def resolved(job: Job, device: str) -> list[list[str]]:
         ["batch", f"{batch}, {train.micro_batch_size} in a microbatch{grows}"],
         ["data", job.data.description],
         ["length", length_words(job.config, job.data, samples)],
+        *(["" if at else "phases", phase.words] for at, phase in enumerate(job.plan) if len(job.plan) > 1),
         *(["", f"evaluated on {name}: {several(its.tokens, 'token')}"] for name, its in job.data.sets.items()),
         *(["" if at else "layout", line] for at, line in enumerate(header_lines(job.context.layout))),
         ["device", f"{device}, {PRECISIONS[job.context.dtype]}"],

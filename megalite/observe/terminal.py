@@ -26,7 +26,7 @@ from megalite.train.history import ENDS, is_evaluation
 NAMES_EVERY = 20  # lines between two lines of column names
 PREPARING_S = 10  # seconds between two lines about the preparation of data
 NOTED = (
-    *("skipped", "spike", "rolled_back", "skipped_on_request", "empty", "straggler", "profile"),
+    *("phase", "skipped", "spike", "rolled_back", "skipped_on_request", "empty", "straggler", "profile"),
     *("checkpoint_failed", "upload_failed", "settings_changed"),
 )
 COLUMNS: tuple[tuple[str, str, int, Callable[[float], str]], ...] = (  # of a step: record's name, title, width, text

@@ -5,9 +5,9 @@ before a step. Settings that depend on the device are refused or chosen here.
 """
 
 import warnings
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -35,7 +35,7 @@ from megalite.layout.buffer_layout import Kind
 from megalite.layout.ranks import GroupNeeds
 from megalite.layout.sequence import CpShard
 from megalite.layout.stages import stages_of
-from megalite.model.gpt import GPT
+from megalite.model.gpt import GPT, Routers
 from megalite.model.init import start_values
 from megalite.moe.dispatch import ExpertRanks
 from megalite.optim.buffers import TrainingBuffers, dtype_of
@@ -155,8 +155,7 @@ def build_training(
 ) -> Training:
     """The model on its buffers and its optimizer, with no values in them yet. `config` is resolved. `say` is told what
     is chosen later, by what is measured."""
-    settings, axes, clock = config.optimizer, config.parallel, StepClock(context.device)
-    chunks = build_chunks(config, context, partial(clock.within, "exchange"))
+    settings, clock = config.optimizer, StepClock(context.device)
     replicas = ReplicaGroups.of_rank(context, zero=settings.zero > 0, instances=settings.instances)
     own = rank_buffers(config, context.layout, context.rank)
     buffers = TrainingBuffers(
@@ -168,9 +167,44 @@ def build_training(
         gradient_dtype=dtype_of(settings.gradient_dtype, context.dtype),
         ema=settings.ema_half_life_steps is not None,
     )
-    comm_dtype = dtype_of(settings.communication_dtype or settings.gradient_dtype, context.dtype)
     waiting = partial(clock.within, "communication")
     gather = ParameterGather(buffers, replicas, overlap=settings.overlap, waiting=waiting)
+    chunks, sync, executor = build_model(config, context, buffers, replicas, gather, clock, say)
+    scale = LossScale(settings, context.device) if context.dtype == torch.float16 else None
+    spikes = SpikeWindow(config.train, context.device) if config.train.skip_spikes else None
+    optimizer = make_optimizer(buffers, config, context)
+    embeds, world = any(chunk.embeds for chunk in chunks), context.group("world")
+    sizes = UpdateSizes(buffers, replicas, config, embeds=embeds, world=world) if config.log.update_sizes else None
+    measures = scale, spikes, sizes, layer_norms(chunks, buffers, replicas, config, context), clock, embeds
+    return Training(chunks, executor, buffers, optimizer, replicas, sync, gather, *measures)
+
+
+def rebuilt(
+    training: Training, config: Config, context: ParallelContext, say: Callable[[str], object] = lambda line: None
+) -> Training:
+    """The same parameters, optimizer and routers under a model that is built for another phase of the run."""
+    training.gather.finish()
+    of_model = training.buffers, training.replicas, training.gather, training.clock
+    chunks, sync, executor = build_model(config, context, *of_model, say)
+    for (_, value), (_, before) in zip(Routers(chunks).state(), Routers(training.chunks).state(), strict=True):
+        value.copy_(before)
+    norms = layer_norms(chunks, training.buffers, training.replicas, config, context)
+    return replace(training, chunks=chunks, sync=sync, executor=executor, layer_norms=norms)
+
+
+def build_model(
+    config: Config,
+    context: ParallelContext,
+    buffers: TrainingBuffers,
+    replicas: Mapping[Kind, ReplicaGroups],
+    gather: ParameterGather,
+    clock: StepClock,
+    say: Callable[[str], object],
+) -> tuple[list[GPT], GradientSync, Executor]:
+    """This rank's parts of the model, whose parameters are in the buffers, and what runs them."""
+    settings, axes = config.optimizer, config.parallel
+    comm_dtype = dtype_of(settings.communication_dtype or settings.gradient_dtype, context.dtype)
+    chunks = build_chunks(config, context, partial(clock.within, "exchange"))
     buffers.attach(*chunks)
     sync = GradientSync(buffers, chunks, replicas, comm_dtype=comm_dtype, overlap=settings.overlap)
     for chunk in chunks:
@@ -188,17 +222,22 @@ def build_training(
         graph=graph_of(config, context),
         say=say,
     )
-    scale = LossScale(settings, context.device) if context.dtype == torch.float16 else None
-    spikes = SpikeWindow(config.train, context.device) if config.train.skip_spikes else None
-    optimizer = make_optimizer(buffers, config, context)
+    return chunks, sync, executor
+
+
+def layer_norms(
+    chunks: list[GPT],
+    buffers: TrainingBuffers,
+    replicas: Mapping[Kind, ReplicaGroups],
+    config: Config,
+    context: ParallelContext,
+) -> LayerNorms | None:
+    """What measures activations and gradients, where it is asked for."""
+    if not config.log.layer_norms_interval:
+        return None
+    counts = context.index("tp") == 0 or bool(config.parallel.sequence_parallel)
     embeds, world = any(chunk.embeds for chunk in chunks), context.group("world")
-    sizes = UpdateSizes(buffers, replicas, config, embeds=embeds, world=world) if config.log.update_sizes else None
-    norms = None
-    if config.log.layer_norms_interval:
-        counts = context.index("tp") == 0 or bool(axes.sequence_parallel)
-        norms = LayerNorms(chunks, buffers, replicas, config, counts=counts, embeds=embeds, world=world)
-    measures = scale, spikes, sizes, norms, clock, embeds
-    return Training(chunks, executor, buffers, optimizer, replicas, sync, gather, *measures)
+    return LayerNorms(chunks, buffers, replicas, config, counts=counts, embeds=embeds, world=world)
 
 
 def build_chunks(config: Config, context: ParallelContext, waiting: Waiting) -> list[GPT]:

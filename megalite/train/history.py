@@ -10,6 +10,7 @@ step may stand in it more than once, and of two samples of one step and prompt t
 The kinds, and what else they tell:
 
     start, resume                how and where the run was started: command, versions, layout, hosts
+    phase                        epochs of its sources by name so far, and a message that says what changes
     skipped                      a step whose loss or gradient was not finite; arose_in, ranks (origin.py)
     spike                        a step that train.skip_spikes did not apply
     rolled_back                  checkpoint: its step; message: which steps and samples are passed over
@@ -82,7 +83,7 @@ TYPES: dict[str, Any] = {  # of values, by name; all others of a line of metrics
     **dict.fromkeys(("mfu", "mfu_causal", "val_bits_per_byte", "loss_scale"), float | None),  # where it is known
     "versions": dict[str, str],
     **dict.fromkeys(
-        ("time_split", "layer_attention_logit", "source_loss", *UPDATE_SIZES, *LAYER_NORMS), dict[str, float]
+        ("time_split", "layer_attention_logit", "source_loss", "epochs", *UPDATE_SIZES, *LAYER_NORMS), dict[str, float]
     ),
     "moe": dict[str, float | list[list[int]]],
     **dict.fromkeys(("cuts", "source_tokens"), dict[str, int]),

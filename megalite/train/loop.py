@@ -26,12 +26,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from megalite.checkpoint.remote import Remote
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.config.files import write_atomically
+from megalite.config.phases import RunPhase
 from megalite.config.schedule_request import SPLITTING
 from megalite.config.schema import HELD_OUT, Config
 from megalite.config.settings import DERIVED, OPEN, as_plain, value_of, with_values
 from megalite.config.step_plan import due_after, micro_batch_is_fixed, newest_step, planned_steps
 from megalite.data.batches import StepBatches, train_batches, validation_batches
 from megalite.data.open import OpenedData
+from megalite.data.samples import Position
 from megalite.errors.problems import Problem, UserError, refuse, several
 from megalite.launch.context import ParallelContext, all_ranks_or_raise, rank0_broadcast
 from megalite.launch.process import StopSignals
@@ -62,12 +64,15 @@ BROKEN_OFF = "asked to stop: the {} after step {} is broken off, nothing of it i
 class Job:
     """One run on this rank: all that it consists of, and where it stands. A start fills it, the loop moves it on."""
 
-    config: Config
+    config: Config  # of the phase that the run is in
     context: ParallelContext
     hosts: list[str]  # where each rank runs
     log: RunLog
     status: StatusFile
-    data: OpenedData = field(init=False)
+    base: Config = field(init=False)  # of the whole run
+    plan: list[RunPhase] = field(init=False)
+    opened: list[OpenedData | None] = field(init=False)  # the data of each phase; None where it is over
+    data: OpenedData = field(init=False)  # of the phase, from the run's place in it on
     remote: Remote | None = field(init=False)
     folder: RunFolder = field(init=False)
     training: Training = field(init=False)
@@ -75,6 +80,8 @@ class Job:
     saver: Saver = field(init=False)
     meter: Meter = field(init=False)
     progress: Progress = field(default_factory=Progress)
+    position: Position = field(default_factory=Position)
+    begun: list[dict[str, Any]] = field(default_factory=list)  # phases, as `begun_phase` keeps them
 
     # From the checkpoint that the run continues from, and from the records beside it.
     resumed_from: int | None = None  # step of the checkpoint
@@ -99,16 +106,21 @@ class Job:
 
     def is_logged(self, step: int) -> bool:
         """Whether a line of metrics is due after it."""
-        return step % self.config.train.log_interval == 0 or step == self.config.train.steps
+        return step % self.config.train.log_interval == 0 or step == self.now.end
 
     def owes_evaluation(self) -> bool:
         """Whether the evaluation that is due after the newest step has not been done."""
         step, train = self.progress.step, self.config.train
         evaluates = bool(self.data.evaluated) and step > 0 and self.evaluated_step != step
-        if not evaluates or step == train.steps:
+        if not evaluates or step == self.now.end:
             return evaluates
         newest = newest_step(train, step, self.progress.samples)
         return due_after(newest, train, train.eval_interval, train.eval_interval_tokens)
+
+    @property
+    def now(self) -> RunPhase:
+        """The phase that has begun last."""
+        return self.plan[len(self.begun) - 1]
 
     @property
     def fault(self) -> str:
@@ -131,9 +143,9 @@ class Job:
         return Doing((self.begun_step, self.evaluated_step, part, executor.performed), words, *limit)
 
 
-def train(job: Job) -> None:
-    """All remaining steps, or as many as pass until a stop is asked for; the last state is saved. Where memory runs out
-    before the first update, they begin again, once, with half the microbatch."""
+def train_phase(job: Job) -> None:
+    """The remaining steps of a phase. Where memory runs out before the first update, they begin again, once, with half
+    the microbatch."""
     train_step = TrainStep(job.training, job.config.optimizer, job.context)
     half, rest = divmod(job.config.train.micro_batch_size, 2)
     chosen = MICRO in job.config.derived and not rest and not micro_batch_is_fixed(job.config)
@@ -144,7 +156,7 @@ def train(job: Job) -> None:
         if train_step.updates or not chosen or not alone:
             raise
     # Only now: the error held what the step had computed. Nothing but gradients has changed, which a step forgets.
-    job.config = with_values(job.config, {MICRO: half})
+    job.config, job.base = (with_values(one, {MICRO: half}) for one in (job.config, job.base))
     gc.collect()
     torch.cuda.empty_cache()  # does nothing on a CPU
     words = f"out of memory before the first update: the step begins again with {MICRO}={half}, which was {2 * half}"
@@ -155,12 +167,12 @@ def train(job: Job) -> None:
 
 def record_settings(job: Job) -> None:
     """Write the run's config.yaml, and that the folder holds a run; collective."""
-    derived = [name for name in job.config.derived if value_of(job.config, name) not in OPEN]
-    rank0_broadcast(job.context, lambda: job.folder.begin(as_plain(job.config) | {DERIVED: derived}))
+    derived = [name for name in job.base.derived if value_of(job.base, name) not in OPEN]
+    rank0_broadcast(job.context, lambda: job.folder.begin(as_plain(job.base) | {DERIVED: derived}))
 
 
 def take_steps(job: Job, train_step: TrainStep) -> None:
-    """All remaining steps; an out-of-memory error is raised."""
+    """The remaining steps of the phase; an out-of-memory error is raised."""
     config, saver, clock, settings = job.config, job.saver, job.training.clock, job.config.train
     job.meter = Meter(config, job.context, job.measured)
     device, evaluates = job.context.device, bool(job.data.evaluated)
@@ -178,7 +190,7 @@ def take_steps(job: Job, train_step: TrainStep) -> None:
             account(job, *launched.popleft())
 
     steps = planned_steps(settings, done=job.progress.step, samples=job.progress.samples)
-    steps = takewhile(lambda planned: planned.step <= settings.steps, steps)
+    steps = takewhile(lambda planned: planned.step <= job.now.end, steps)
     try:
         with train_batches(job.data.train, config, steps, device, data_share(job.context)) as batches:
             if job.owes_evaluation():
@@ -188,7 +200,7 @@ def take_steps(job: Job, train_step: TrainStep) -> None:
                 data = next(batches, None)
             while data is not None and not job.stopping:
                 step = job.begun_step = data.planned.step
-                is_last = step == settings.steps
+                is_last = step == job.now.end
                 due = [do for n, at_end, do in hooks if (at_end and is_last) or due_after(data.planned, settings, *n)]
                 profiles = step in settings.profile_steps and not data.planned.skipped
                 if profiles:
@@ -218,7 +230,6 @@ def take_steps(job: Job, train_step: TrainStep) -> None:
             saver.save_last()
         raise
     job.training.gather.finish()
-    saver.save_last()
 
 
 def owes_rollback(job: Job) -> bool:
@@ -233,7 +244,7 @@ def launch(job: Job, train_step: TrainStep, data: StepBatches, coming: StepBatch
         job.training.clock.restart()  # a step that computes nothing takes no time
         return None
     every, step = job.config.train.record_pipeline, data.planned.step
-    lr, decay = step_rates(step - 1, job.config)
+    lr, decay = step_rates(step - 1, job.plan)
     job.problems = job.problems or data.problems
     apart, layers = job.config.log.layer_norms_interval, job.training.layer_norms
     layers = layers if apart and step % apart == 0 else None
@@ -290,6 +301,7 @@ def account(job: Job, data: StepBatches, pending: PendingMetrics | None) -> None
     is_due = job.is_logged(step)
     if is_due and (line := job.meter.line(tokens=progress.tokens, bad_steps=progress.bad_steps)) is not None:
         job.log.add(line)
+        job.measured = line
     bad, patience = progress.bad_steps_in_a_row, inf if train.rollback_after else train.max_bad_steps
     if metrics is not None and bad >= patience:
         raise TrainingStoppedError(

@@ -11,17 +11,21 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
+from megalite.checkpoint.commit import CHECKPOINTS, committed
 from megalite.checkpoint.reading import newest
 from megalite.checkpoint.remote import open_remote
-from megalite.checkpoint.run_folder import RunFolder, keep_tokenizer, require_room
+from megalite.checkpoint.run_folder import TOKENIZER, RunFolder, keep_tokenizer, require_room
+from megalite.config.derive import BUILT_IN_TOKENIZERS, derive_lengths
 from megalite.config.files import private_files
 from megalite.config.layout import exchange_of
+from megalite.config.phases import RunPhase, phase_at, phases_of
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain, leaves, nested, with_values
 from megalite.config.step_plan import FOLLOW_LENGTH, horizon_of
@@ -44,8 +48,9 @@ from megalite.train.build import (
 )
 from megalite.train.evaluate import prompts_of
 from megalite.train.history import Note, RunLog, StatusFile, View, examine_records
-from megalite.train.loop import Job, record_settings, train
+from megalite.train.loop import Job, record_settings, train_phase
 from megalite.train.owners import write_memory
+from megalite.train.phases import begin
 from megalite.train.saving import Progress, Saver, TrainingStoppedError, restore, state_bytes
 
 NEWS_S = 1.0  # the signal that ended another rank's start reaches this rank too, which then reports no error
@@ -85,7 +90,7 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
                 for line in companions.look_at_nodes(context, run_dir):
                     job.log.note(f"preflight: {line}")
             job.remote = open_remote(config.checkpoint.remote, context)
-            job.data = open_training_data(config, context, environment, companions.prepare)
+            job.opened = open_phases(job, environment, companions.prepare)
             with private_files():
                 set_up(job, companions)
                 if job.finished:
@@ -119,6 +124,32 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
         context.close(failed=failed or ended)
 
 
+def open_phases(
+    job: Job, environment: ProcessEnvironment, prepare: Callable[[Config], TokenFiles]
+) -> list[OpenedData | None]:
+    """The data of each phase of the plan that is not over by every checkpoint in the run's folder; phases alike share
+    it. Later phases read their text with the tokenizer that the first one was given or has trained."""
+    config, context, opened = job.config, job.context, dict[str, OpenedData]()
+    run_dir = Path(config.run_dir)
+    first = min(rank0_broadcast(context, lambda: [step for step, _ in committed(run_dir / CHECKPOINTS)]), default=0)
+
+    def of_phase(phase: RunPhase) -> OpenedData | None:
+        if phase.end < first:
+            return None
+        settings, known = phase.config, next((data.tokenizer_folder for data in opened.values()), run_dir / TOKENIZER)
+        if phase.number > 1 and known is not None and settings.tokenizer in BUILT_IN_TOKENIZERS:
+            settings = with_values(settings, {"tokenizer": str(known)})
+        key = repr((settings.data, settings.train.seq_length, settings.train.eval_interval > 0))
+        if key not in opened:
+            opened[key] = open_training_data(settings, context, environment, prepare)
+        return opened[key]
+
+    job.plan = phases_of(config, context.world_size)
+    if len(job.plan) > 1:
+        job.config = derive_lengths(config, job.plan[-1].end)
+    return [of_phase(phase) for phase in job.plan]
+
+
 def open_training_data(
     config: Config, context: ParallelContext, environment: ProcessEnvironment, prepare: Callable[[Config], TokenFiles]
 ) -> OpenedData:
@@ -137,17 +168,24 @@ def open_training_data(
 
 def set_up(job: Job, companions: Companions) -> None:
     """Fill the run on this rank: new, imported, or from the newest checkpoint in its folder, and its records open."""
-    context, data, log = job.context, job.data, job.log
-    vocabulary = {"model.vocab_size": data.train.vocab_size}
-    config = derive_device(with_values(job.config, vocabulary), context, companions.fit)
-    config = job.config = all_ranks_or_raise(context, lambda: companions.with_steps(config, data, job.progress))
-    job.prompts = all_ranks_or_raise(context, lambda: prompts_of(config, data))
-    by_length = {*config.derived} & {*FOLLOW_LENGTH} if horizon_of(config.train) != "train.steps" else {}
-    asked = {name: value for name, value in leaves(as_plain(config)).items() if name not in by_length}
-    path = Path(config.run_dir)
-    folder = RunFolder(path, context, config.resume, nested(asked), data.fingerprint, job.remote)
+    context, log = job.context, job.log
+    data = next(data for data in job.opened if data is not None)
+    vocabulary = {"model.vocab_size": max(data.train.vocab_size for data in job.opened if data is not None)}
+    job.base, *of_phases = (
+        derive_device(with_values(one, vocabulary), context, companions.fit)
+        for one in (job.config, *(phase.config for phase in job.plan))
+    )
+    job.plan = [replace(phase, config=one) for phase, one in zip(job.plan, of_phases, strict=True)]
+    job.data = data
+    know_length(job, companions)
+    job.prompts = all_ranks_or_raise(context, lambda: prompts_of(job.base, data))
+    begun_with = job.opened[0].fingerprint if job.opened[0] else ""
+    config, asked = job.base, partial(asked_at, job.plan)
+    folder = RunFolder(Path(config.run_dir), context, config.resume, asked, begun_with, job.remote)
     job.folder = folder
     try:
+        found = newest(folder.checkpoints, context, log.note, remote=job.remote)
+        job.config = config = phase_at(job.plan, found.manifest.step if found else 0).config
         notes = [*config.told, *folder.changes, slow_precision(context.dtype, context.device)]
         notes += [*lines_of_scaling(config.model), *lines_of_groups(config)]
         if config.train.fp8 is not None and context.device.type == "cpu":
@@ -157,16 +195,17 @@ def set_up(job: Job, companions: Companions) -> None:
         for line in filter(None, notes):
             log.note(line)
         job.training = build_training(config, context, log.note)
-        if (found := newest(folder.checkpoints, context, log.note, remote=job.remote)) is not None:
+        if found is not None:
             restore(job, found)
-            job.config = all_ranks_or_raise(context, lambda: companions.with_steps(config, data, job.progress))
+            know_length(job, companions)
         else:
             read = companions.read_weights
             all_ranks_or_raise(context, lambda: fill_with_start_values(job.training.buffers, config, context, read))
+        begin(job, job.now if job.begun else job.plan[0])
         job.begun_step = job.progress.step
         job.evaluated_step, job.finished, job.measured = rank0_broadcast(context, lambda: examine_records(job))
         if not job.finished:
-            if job.progress.step < job.config.train.steps:
+            if job.progress.step < job.base.train.steps:
                 size = state_bytes(job.training, context)
                 rank0_broadcast(context, lambda: require_room(folder.checkpoints, size))
             record_settings(job)
@@ -177,6 +216,21 @@ def set_up(job: Job, companions: Companions) -> None:
     except BaseException:
         folder.withdraw()
         raise
+
+
+def know_length(job: Job, companions: Companions) -> None:
+    """The steps of a run whose length follows from model and data, as far as it has come; collective."""
+    if len(job.plan) == 1:
+        known = partial(companions.with_steps, job.base, job.data, job.progress)
+        job.base = job.config = all_ranks_or_raise(job.context, known)
+        job.plan = phases_of(job.base, job.context.world_size)
+
+
+def asked_at(plan: Sequence[RunPhase], step: int) -> dict[str, Any]:
+    """The settings in which a step is done, without those that follow from the length of the run by its progress."""
+    config = phase_at(plan, step).config
+    by_length = {*config.derived} & {*FOLLOW_LENGTH} if horizon_of(config.train) != "train.steps" else {}
+    return nested({name: value for name, value in leaves(as_plain(config)).items() if name not in by_length})
 
 
 def open_record(job: Job, companions: Companions) -> None:
@@ -191,10 +245,20 @@ def open_record(job: Job, companions: Companions) -> None:
         return
     all_ranks_or_raise(context, lambda: log.open(job, companions.open_views))
     if context.rank == 0:  # the others ask neither git nor the packages for their versions
-        note_changed_files([part.file for part in job.data.train.parts], job.folder.path, log.note)
+        files = {part.file.prefix: part.file for data in job.opened if data is not None for part in data.train.parts}
+        note_changed_files([*files.values()], job.folder.path, log.note)
         log.event("start" if job.resumed_from is None else "resume", step, **companions.about(job))
         if train.sample_interval > 0 and train.sample_tokens > 0 and not job.prompts:
             log.note("no samples of text: the tokenizer of these tokens is not known")
+
+
+def train(job: Job) -> None:
+    """All remaining steps, or as many as pass until a stop is asked for; the last state is saved."""
+    train_phase(job)
+    while not job.stopping and len(job.begun) < len(job.plan):
+        begin(job, job.plan[len(job.begun)])
+        train_phase(job)
+    job.saver.save_last()
 
 
 def record_end(job: Job) -> int:

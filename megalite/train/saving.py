@@ -32,6 +32,7 @@ from megalite.checkpoint.store import BackgroundSaves, CheckpointError, Saved, s
 from megalite.checkpoint.uploads import Uploads
 from megalite.config.files import as_record
 from megalite.config.settings import as_plain, leaves
+from megalite.data.samples import Position
 from megalite.errors.problems import Problem, UserError, several
 from megalite.launch.context import ParallelContext, rank0_broadcast
 from megalite.layout.buffer_layout import Kind, OwnedRange, slice_ranges
@@ -41,6 +42,7 @@ from megalite.optim.buffers import EMA, ranges_of
 from megalite.optim.optimizer import slices_of
 from megalite.train.build import Training
 from megalite.train.history import seals
+from megalite.train.phases import take_up_phases
 
 if TYPE_CHECKING:
     from megalite.train.loop import Job
@@ -79,6 +81,8 @@ class SavedState:
     tokenizer: dict[str, str] = field(default_factory=dict)  # hash of each file of its folder
     record: dict[str, Any] = field(default_factory=dict)  # seals of the files of the record, as they were then
     layout: dict[str, int] = field(default_factory=dict)
+    position: Position = field(default_factory=Position)  # in the data
+    phases: list[dict[str, Any]] = field(default_factory=list)  # that have begun: `begun_phase` of each
     torch: str = torch.__version__
 
     @classmethod
@@ -95,12 +99,7 @@ def restore(job: "Job", found: Found) -> None:
     state = read_state(job, found)
     job.resumed_from, job.progress, job.tokenizer_files = found.manifest.step, state.progress, state.tokenizer
     job.seals = state.record
-    before, now, consumed = state.config["train"]["seq_length"], job.config.train.seq_length, state.progress.samples
-    if before != now:
-        job.progress.samples = -(-consumed * before // now)  # rounded up, so that no token comes twice
-        over = job.progress.samples * now - consumed * before
-        words = f"{consumed * before:,} tokens of its order; {over:,} are passed over"
-        job.log.note(f"the data goes on behind the first {words}")
+    take_up_phases(job, state)
 
 
 def read_state(job: "Job", found: Found) -> SavedState:
@@ -151,8 +150,7 @@ def roll_back(job: "Job") -> None:
         words = f"{bad}, and no good checkpoint was written {since} to go back to (train.rollback_after)"
         raise TrainingStoppedError(f"{words}. {advice(job.folder, context, now.last_applied)}.")
     state, back = read_state(job, found), found.manifest.step
-    first = -(-state.progress.samples * state.config["train"]["seq_length"] // job.config.train.seq_length)
-    over = f"steps {back + 1} to {now.step}, samples {first:,} to {now.samples - 1:,}, are passed over"
+    over = f"steps {back + 1} to {now.step}, samples {state.progress.samples:,} to {now.samples - 1:,}, are passed over"
     words = f"{bad}; from the state of step {back} on, {over}"
     job.log.event("rolled_back", now.step, checkpoint=back, message=words)
     went_back = {"rolled_back": now.step, "last_applied": back + 1, "bad_steps_in_a_row": 0}
@@ -238,6 +236,8 @@ class Saver:
                 spikes=[] if spikes is None else spikes.known(),
                 tokenizer=job.tokenizer_files,
                 record=next(self._seals) if job.context.rank == 0 else {},
+                position=job.position,
+                phases=job.begun,
                 layout={axis: getattr(layout, axis) for axis in ("tp", "cp", "pp", "vpp", "dp", "world_size")},
             )
         )

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megalite.config.derive import derive_vocabulary
+from megalite.config.phases import phases_of
 from megalite.config.schema import Config
 from megalite.config.step_plan import planned_steps
 from megalite.data.batch import Batch
@@ -71,7 +72,7 @@ def _train(config: Config) -> tuple[Sizes, Sizes]:
         batches = [*islice(arriving, config.train.steps)]
     before = _activations(training, batches[0].microbatches[0])
     for number, batch in enumerate(batches):
-        rate, decay = step_rates(number, config)
+        rate, decay = step_rates(number, phases_of(config))
         step(batch.microbatches, batch.local_tokens, rate, decay_factor=decay).read()
     return before, _activations(training, batches[0].microbatches[0])
 

@@ -42,7 +42,7 @@ class Run:
     def __init__(self, path: Path, remote: Remote, keep: int = 2, context: ParallelContext = SINGLE) -> None:
         self.path, self.remote, self.keep, self.told = path, remote, keep, list[tuple[str, int, str]]()
         self.context, config = context, settings(checkpoint__remote=remote.url)
-        self.folder = RunFolder(path, context, "auto", config, "data-1", remote)
+        self.folder = RunFolder(path, context, "auto", lambda step: config, "data-1", remote)
         try:
             self.found = newest(self.folder.checkpoints, context, self.note, remote=remote)
         except UserError:
@@ -320,7 +320,7 @@ def test_another_run_s_prefix_is_refused(run: Run, tmp_path: Path) -> None:
     other.save(1)
     other.end()
     with pytest.raises(UserError, match=f"those of run {run.folder.run_id}, and the folder is that of"):
-        RunFolder(other.path, SINGLE, "auto", settings(), "data-1", run.remote)
+        RunFolder(other.path, SINGLE, "auto", lambda step: settings(), "data-1", run.remote)
     config = settings(checkpoint__remote=run.remote.url)
     for resume, fingerprint, changes, words in (
         ("never", "data-1", {}, "resume=never was asked for"),
@@ -328,7 +328,9 @@ def test_another_run_s_prefix_is_refused(run: Run, tmp_path: Path) -> None:
         ("auto", "data-1", {"seed": 5}, "was started with seed=1234"),
     ):
         with pytest.raises(UserError, match=words):
-            RunFolder(tmp_path / "new", SINGLE, resume, {**config, **changes}, fingerprint, run.remote)
+            RunFolder(
+                tmp_path / "new", SINGLE, resume, lambda step, now={**config, **changes}: now, fingerprint, run.remote
+            )
         assert not (tmp_path / "new").exists(), "nothing is left"
 
 

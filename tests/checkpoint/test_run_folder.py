@@ -40,7 +40,7 @@ def settings(**changes: Any) -> dict[str, Any]:
 
 def start(path: Path, resume: str = "auto", fingerprint: str = "data-1", **changes: Any) -> RunFolder:
     config = settings(**changes)
-    folder = RunFolder(path, SINGLE, resume, config, fingerprint)
+    folder = RunFolder(path, SINGLE, resume, lambda step: config, fingerprint)
     try:
         folder.begin(config)
     except UserError:
@@ -143,7 +143,6 @@ def test_sequences_may_grow_and_rotary_positions_with_them() -> None:
     [
         ({"train__seq_length": 128}, ["train.seq_length"]),
         ({"model__rope_theta": 5e5}, ["model.rope_theta"]),
-        ({**LONGER, "train__batch_ramp": [2, 2, 8]}, ["train.batch_ramp"]),
         ({**LONGER, "model__max_positions": 512}, ["model.max_positions"]),
         ({**LONGER, "seed": 1}, ["seed"]),
     ],
@@ -253,7 +252,7 @@ def open_with_blind_ranks(context: ParallelContext, path: Path, fingerprint: str
             for name in ("stat", "scandir", "mkdir", "listdir", "rename", "replace"):  # open: each finds the lock
                 patch.setattr(os, name, blind)
         try:
-            folder = RunFolder(path, context, "auto", settings(), fingerprint)
+            folder = RunFolder(path, context, "auto", lambda step: settings(), fingerprint)
             rank0_broadcast(context, lambda: folder.begin(settings()))
         except UserError as error:
             return str(error)

@@ -4,6 +4,7 @@ And a few on ranks that are made here: what one of them refuses, or holds other 
 """
 
 import gc
+import json
 import os
 import signal
 import weakref
@@ -140,7 +141,8 @@ def test_metrics_that_are_read_one_step_late_as_on_an_accelerator_are_the_same(
 def test_sequences_grow_in_the_middle_of_a_run(
     text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """28 samples of 16 tokens were read: the next one of 40 is number 12. A stop in the longer stage is as any."""
+    """28 samples of 16 tokens were read: the next one of 40 is the 12th of the source. A stop in the longer stage is as
+    any."""
     read: list[int] = []
 
     def noted(source: Any, first: int, *args: Any) -> Batch:
@@ -160,8 +162,11 @@ def test_sequences_grow_in_the_middle_of_a_run(
             assert start(longer) == 0
         said = capsys.readouterr().out
         assert ("train.seq_length is now 40; the run was at 16" in said) == (stop == 8)
-        assert ("behind the first 448 tokens of its order; 32 are passed over" in said) == (stop == 8)
-    assert sorted(set(read))[:4] == [12, 14, 16, 18]
+        assert ("samples have 40 tokens from here on; each source goes on: text after " in said) == (stop == 8)
+    assert sorted(set(read))[:4] == [28, 30, 32, 34]
+    state = json.loads((tmp_path / f"checkpoints/step-{STEPS:08d}/state.json").read_text())
+    assert [*state["position"]["sources"].values()] == [[0, 12, 40]]
+    assert state["position"]["first"] == 28
     records = [record for record in read_metrics(tmp_path / "metrics.jsonl") if "loss" in record]
     assert [record["tokens"] for record in records] == [
         4 * 16 * min(n, 7) + 4 * 40 * max(n - 7, 0) for n in range(1, 13)
