@@ -21,16 +21,24 @@ _PLACE = re.compile(r"(?P<run>.+?)(?:@(?:step-)?(?P<step>\d{1,8}))?")
 
 
 def place_of(text: str) -> tuple[Path, int]:
-    """Folder of the run and step that a branch begins with. UserError where no step is named and there is none."""
+    """Folder of the run and step that a branch begins with: the newest where none is named; 0 where there is none."""
     found = _PLACE.fullmatch(text)
     run = Path(absolute(found["run"] if found else text))
-    there = sorted(int(path.name[5:]) for path in run.glob("checkpoints/step-????????") if path.name[5:].isdigit())
-    step = int(found["step"]) if found and found["step"] else there[-1] if there else None
+    return run, int(found["step"]) if found and found["step"] else max(_steps(run), default=0)
+
+
+def _steps(run: Path) -> list[int]:
+    """The steps of which a run has checkpoints."""
+    return sorted(int(path.name[5:]) for path in run.glob("checkpoints/step-????????") if path.name[5:].isdigit())
+
+
+def checkpoint_of(text: str) -> tuple[Path, int]:
+    """`place_of`, with a UserError where there is no such checkpoint."""
+    (run, step), there = place_of(text), _steps(place_of(text)[0])
     if step not in there:
         words = f"no checkpoint of step {step}" if there else "no checkpoint of a run"
         steps = f"checkpoints are there of {several(len(there), 'step')}: {', '.join(map(str, there[-9:]))}"
         raise UserError(Problem(BRANCH, text, f"there is {words} in {run}", steps if there else EXAMPLE))
-    assert step is not None
     return run, step
 
 
@@ -47,7 +55,7 @@ def branched(config: Config, named: Collection[str], own: Path | None) -> Config
     if text is None:
         return config
     if own is None:
-        run, step = place_of(text)
+        run, step = checkpoint_of(text)
         place: Any = f"{run}@step-{step}"
         saved = settings_of(run)
         before, last = _phases_until(saved, step), dict[str, Any]()

@@ -22,7 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config import overrides
 from megalite.config.arguments import read_arguments, shown
-from megalite.config.branch import BRANCH, branched, place_of
+from megalite.config.branch import BRANCH, branched, checkpoint_of
 from megalite.config.derive import derive
 from megalite.config.files import absolute, read_yaml, refusing
 from megalite.config.model_folder import holds_tokenizer, imported_model_settings
@@ -186,7 +186,7 @@ def _of_parent(values: Values, named: Collection[str]) -> dict[str, Any]:
     """The settings that were given to the run that a new one branches off."""
     if values[BRANCH] is None or _run_of(values, named):
         return {}
-    saved = _saved(place_of(values[BRANCH])[0] / "config.yaml")
+    saved = _saved(checkpoint_of(values[BRANCH])[0] / "config.yaml")
     return {name: value for name, value in saved.items() if name in SETTINGS and name not in ("run_name", BRANCH)}
 
 
