@@ -62,12 +62,17 @@ def retire(folder: Path, step: int, keep: int, *, good_before: int = 0, spared: 
         older = [(at, path) for at, path in committed(folder) if at < step]
         good = next((path for at, path in older if at < good_before), None)
         for path in (path for at, path in older[keep - 1 :] if path != good and at != spared):
-            if path.is_symlink():  # where it leads, nothing is deleted
-                path.unlink()
-            else:  # first its name: a half deleted folder cannot pass for a checkpoint
-                trash = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
-                os.rename(path, trash)
-                shutil.rmtree(trash)
+            delete(path)
+
+
+def delete(checkpoint: Path) -> None:
+    """Delete a checkpoint; OSError where that cannot be. Where a link leads, nothing is deleted."""
+    if checkpoint.is_symlink():
+        checkpoint.unlink()
+    else:  # first its name: a half deleted folder cannot pass for a checkpoint
+        trash = checkpoint.with_name(f".trash-{checkpoint.name}-{secrets.token_hex(4)}")
+        os.rename(checkpoint, trash)
+        shutil.rmtree(trash)
 
 
 def recover(folder: Path) -> None:

@@ -61,7 +61,7 @@ _FREE = (  # beginnings of names; the model's leave the meaning of its parameter
 )
 _WITH_LENGTH = (_LENGTH, "model.rope_")  # may change where the sequence length grows
 _OF_A_START = (
-    *("run_dir", "run_name", "resume", "checkpoint.init_from"),
+    *("run_dir", "run_name", "resume", "checkpoint.init_from", "checkpoint.branch_from"),
     *("launch.preflight", "launch.status_file", "train.max_minutes"),
 )
 

@@ -56,7 +56,7 @@ class Uploads:
 
     def offer(self, step: int, good_before: int) -> None:
         """The checkpoint of a step is saved. The newest one before step `good_before` is kept there, too."""
-        if not self._thread.is_alive():
+        if self._rank or not self._thread.is_alive():
             return
         with self._news:
             if self._wanted is not None:

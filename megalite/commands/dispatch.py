@@ -13,6 +13,7 @@ COMMANDS = {  # name: its module, its function there, and what it does
     "generate": ("models", "generate", "text from a model"),
     "export": ("models", "export", "a run as a folder that transformers loads"),
     "report": ("models", "report", "draw the report of a run, or compare several"),
+    "checkpoints": ("checkpoints", "checkpoints", "list, verify and prune the checkpoints of a run"),
     "verify": ("plan", "verify", "whether a layout trains like one process"),
     "coordinates": ("coordinates", "coordinates", "whether activations keep their size as a model grows"),
     "scaling plan": ("scaling", "plan", "a sweep of sizes, from which to learn how the loss scales"),

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from megalite.config import overrides
 from megalite.config.arguments import read_arguments, shown
+from megalite.config.branch import BRANCH, branched, checkpoint_of
 from megalite.config.derive import derive
 from megalite.config.files import absolute, read_yaml, refusing
 from megalite.config.model_folder import holds_tokenizer, imported_model_settings
@@ -116,7 +117,7 @@ def read_settings(arguments: Namespace) -> tuple[Config, list[Problem], set[str]
     values, wrong = _resolved(written)
     told = list[str]()
     given = [f"{name}={yaml_value(value)}" for name, value in replaced.items() if value != by_files[name]]
-    sources = {"as before": _of_run, "from the weights": _of_weights}
+    sources = {"as before": _of_run, "from its run": _of_parent, "from the weights": _of_weights}
     if files.recipe is not None:
         sources = {f"from {files.recipe}": partial(_of_recipe, files.recipe)}
     elif arguments.config_name or arguments.config_path:
@@ -133,7 +134,10 @@ def read_settings(arguments: Namespace) -> tuple[Config, list[Problem], set[str]
     problems += wrong
     meant = {overrides.nearest_setting(name) or name for name in (problem.setting.lstrip("+~") for problem in problems)}
     doubtful = {*SETTINGS} if found is None or EXPERIMENT in meant else meant
-    config, of_phases = read_phases(with_values(Config(), values))
+    own = _run_of(values, names)
+    config = with_values(Config(), values)
+    config = collect(partial(branched, config, names, own and own.parent), problems) or config
+    config, of_phases = read_phases(config)
     config = replace(config, told=tuple(told), departures=departures)
     return config, [*problems, *of_phases], doubtful, given
 
@@ -176,6 +180,14 @@ def _of_run(values: Values, named: Collection[str]) -> dict[str, Any]:
     """The settings that were given to the run in the folder that the command names; empty where there is no run."""
     path = _run_of(values, named)
     return {name: value for name, value in (_saved(path) if path else {}).items() if name in SETTINGS}
+
+
+def _of_parent(values: Values, named: Collection[str]) -> dict[str, Any]:
+    """The settings that were given to the run that a new one branches off."""
+    if values[BRANCH] is None or _run_of(values, named):
+        return {}
+    saved = _saved(checkpoint_of(values[BRANCH])[0] / "config.yaml")
+    return {name: value for name, value in saved.items() if name in SETTINGS and name not in ("run_name", BRANCH)}
 
 
 def _run_of(values: Values, named: Collection[str]) -> Path | None:

@@ -313,6 +313,7 @@ class CheckpointConfig:
         None, "where checkpoints are uploaded, like s3://bucket/runs/mine (docs/checkpoints.md)"
     )
     init_from: str | None = setting(None, "folder of a transformers model to start from (docs/huggingface.md)")
+    branch_from: str | None = setting(None, "RUN_DIR@step-N: begin as a branch of that run (docs/long_runs.md)")
 
 
 @dataclass

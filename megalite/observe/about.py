@@ -88,6 +88,7 @@ def resolved(job: Job, device: str) -> list[list[str]]:
         ["device", f"{device}, {PRECISIONS[job.context.dtype]}"],
         *memory_lines(job),
         ["run folder", str(job.folder.path)],
+        *([["branches", f"off {place}"]] if (place := job.base.checkpoint.branch_from) else []),
         *([] if job.resumed_from is None else [["continues", f"from the checkpoint of step {job.resumed_from}"]]),
     ]
 

@@ -18,10 +18,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megalite.checkpoint.branch import branch_off
 from megalite.checkpoint.commit import CHECKPOINTS, committed
 from megalite.checkpoint.reading import newest
 from megalite.checkpoint.remote import open_remote
 from megalite.checkpoint.run_folder import TOKENIZER, RunFolder, keep_tokenizer, require_room
+from megalite.config.branch import place_of
 from megalite.config.derive import BUILT_IN_TOKENIZERS, derive_lengths
 from megalite.config.files import private_files
 from megalite.config.layout import exchange_of
@@ -132,11 +134,13 @@ def open_phases(
     config, context, opened = job.config, job.context, dict[str, OpenedData]()
     run_dir = Path(config.run_dir)
     first = min(rank0_broadcast(context, lambda: [step for step, _ in committed(run_dir / CHECKPOINTS)]), default=0)
+    parent, left = place_of(config.checkpoint.branch_from) if config.checkpoint.branch_from else (run_dir, 0)
+    tokenizers = [*filter(Path.is_dir, (run_dir / TOKENIZER, parent / TOKENIZER)), None]
 
     def of_phase(phase: RunPhase) -> OpenedData | None:
-        if phase.end < first:
+        if phase.end < first or phase.end <= left:
             return None
-        settings, known = phase.config, next((data.tokenizer_folder for data in opened.values()), run_dir / TOKENIZER)
+        settings, known = phase.config, next((data.tokenizer_folder for data in opened.values()), tokenizers[0])
         if phase.number > 1 and known is not None and settings.tokenizer in BUILT_IN_TOKENIZERS:
             settings = with_values(settings, {"tokenizer": str(known)})
         key = repr((settings.data, settings.train.seq_length, settings.train.eval_interval > 0))
@@ -184,6 +188,9 @@ def set_up(job: Job, companions: Companions) -> None:
     folder = RunFolder(Path(config.run_dir), context, config.resume, asked, begun_with, job.remote)
     job.folder = folder
     try:
+        if place := config.checkpoint.branch_from:
+            run, step = place_of(place)
+            rank0_broadcast(context, lambda: branch_off(folder, place, run, step, asked(step)))
         found = newest(folder.checkpoints, context, log.note, remote=job.remote)
         job.config = config = phase_at(job.plan, found.manifest.step if found else 0).config
         notes = [*config.told, *folder.changes, slow_precision(context.dtype, context.device)]
@@ -201,7 +208,8 @@ def set_up(job: Job, companions: Companions) -> None:
         else:
             read = companions.read_weights
             all_ranks_or_raise(context, lambda: fill_with_start_values(job.training.buffers, config, context, read))
-        begin(job, job.now if job.begun else job.plan[0])
+        at = len(job.begun) - 1 if job.begun else 0
+        begin(job, job.plan[at if job.opened[at] else at + 1])  # a branch begins behind the run that it leaves
         job.begun_step = job.progress.step
         job.evaluated_step, job.finished, job.measured = rank0_broadcast(context, lambda: examine_records(job))
         if not job.finished:

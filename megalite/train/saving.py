@@ -92,13 +92,14 @@ class SavedState:
 
 def restore(job: "Job", found: Found) -> None:
     """The state of a checkpoint, whatever layout wrote it; collective."""
-    if (origin := found.manifest.about.get("run_id", job.folder.run_id)) != job.folder.run_id:
+    branches = job.base.checkpoint.branch_from is not None and found.path.is_symlink()
+    if (origin := found.manifest.about.get("run_id", job.folder.run_id)) != job.folder.run_id and not branches:
         rule = f"it is of run {origin}, and the folder is that of run {job.folder.run_id}"
         remedy = "take it out of this folder; to continue its run, copy the whole run folder and set run_dir to it"
         raise UserError(Problem(str(found.path), "of another run", rule, remedy))
     state = read_state(job, found)
     job.resumed_from, job.progress, job.tokenizer_files = found.manifest.step, state.progress, state.tokenizer
-    job.seals = state.record
+    job.seals = {} if branches else state.record
     take_up_phases(job, state)
 
 

@@ -273,6 +273,21 @@ def test_an_unfinished_upload_is_none(run: Run, tmp_path: Path, object_store: Ob
         again.end()
 
 
+@pytest.mark.parametrize("name", [DATA, "state.json", "manifest.json"])
+@pytest.mark.parametrize("how", ["cut", "truncate", 403, 503, "refuse"])
+def test_an_upload_that_fails_is_done_again(
+    run: Run, tmp_path: Path, object_store: ObjectStore, name: str, how: Any
+) -> None:
+    with object_store.failing(how, methods="PUT", keys=f"{key(run.remote, 1, name)[5:]}", times=1) as fault:
+        run.save(1)
+        run.uploaded(1)
+        assert fault.struck == 1
+    again = Run(tmp_path / "elsewhere", run.remote)
+    assert load(again.found) == 1
+    assert not [text for _, _, text in again.told if "damaged" in text]
+    again.end()
+
+
 def test_transient_failures_of_a_download_are_tried_again(run: Run, tmp_path: Path, object_store: ObjectStore) -> None:
     run.save(1)
     run.uploaded(1)

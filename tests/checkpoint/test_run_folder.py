@@ -17,7 +17,7 @@ import yaml
 
 from megalite.checkpoint.run_folder import RunFolder, compare
 from megalite.checkpoint.store import save
-from megalite.config.schema import Config
+from megalite.config.schema import Config, TrainConfig
 from megalite.config.settings import as_plain, leaves
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext, rank0_broadcast
@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 
 def settings(**changes: Any) -> dict[str, Any]:
     """A configuration as plain dictionaries; changes as model__hidden_size=8."""
-    config = as_plain(Config())
+    config = as_plain(Config(train=TrainConfig(steps=200)))
     for name, value in changes.items():
         *sections, field = name.split("__")
         target = config

@@ -18,7 +18,7 @@ OPEN = {  # what the data or the machine decides, or what has no meaning in the 
     *("model.loss_chunk_tokens", "optimizer.bucket_size", "optimizer.ownership", "optimizer.qk_clip"),
     *("optimizer.ema_half_life_steps", "model.mup_base_width", "model.mup_base_layers"),
     *(f"optimizer.muon.{name}" for name in ("lr", "weight_decay", "steps", "dtype")),
-    *("checkpoint.init_from", "checkpoint.remote", "launch.status_file"),
+    *("checkpoint.init_from", "checkpoint.branch_from", "checkpoint.remote", "launch.status_file"),
     *(f"train.{name}" for name in ("compile", "cuda_graph", "recompute_layers", "sample_prompts", "batch_ramp")),
     *("train.skip_spikes", "train.rollback_after", *HORIZONS[1:], *IN_TOKENS.values()),
     *("train.max_minutes", "train.fp8"),
@@ -203,7 +203,7 @@ SAME_TRAINING = {
     "data.validation",
     "model.name",  # stands in the folder's name itself
     *("model.loss_chunk_tokens", "model.moe.dispatcher", "checkpoint.keep", "checkpoint.async"),
-    *("checkpoint.interval", "checkpoint.interval_tokens", "checkpoint.remote"),
+    *("checkpoint.interval", "checkpoint.interval_tokens", "checkpoint.branch_from", "checkpoint.remote"),
     *(f"optimizer.{name}" for name in ("zero", "instances", "bucket_size", "overlap", "ownership", "may_change")),
     *(f"optimizer.{name}" for name in ("communication_dtype", "initial_loss_scale", "min_loss_scale")),
     *(f"optimizer.{name}" for name in ("loss_scale_window", "hysteresis")),

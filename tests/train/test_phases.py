@@ -136,6 +136,24 @@ def test_phases_of_any_layout_are_those_of_one_process(sources: Path) -> None:
         assert one == pytest.approx(other, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.long
+def test_killed_twenty_times_at_random_under_changing_layouts(sources: Path) -> None:
+    """Losses are those of one undisturbed process, in fp64 to 1e-9; wherever a kill came, no sample was lost."""
+    words = ("precision=fp64", "model.dropout=0", "train.micro_batch_size=1", "checkpoint.interval=2")
+    alone, run, dice = overrides(sources, "one", *words), sources / "random", random.Random(5)
+    assert run_words(ParallelContext(), alone) == 0
+    for _ in range(20):
+        layout = dice.choice([{}, {"dp": 2}, {"tp": 2}, {"pp": 2}])
+        axes = [f"parallel.{axis}={layout.get(axis, 1)}" for axis in ("tp", "pp")]
+        process = launch([*overrides(sources, run.name, *words), *axes], ranks=2 if layout else 1)
+        newest = max([line["step"] for line in metrics(run)], default=0)
+        wait_for_step(process, run, min(newest + dice.randint(0, 3), STEPS - 1))
+        kill(process)
+    assert run_words(ParallelContext(), overrides(sources, run.name, *words, "parallel.tp=1", "parallel.pp=1")) == 0
+    for one, other in zip(metrics(run), metrics(sources / "one"), strict=True):
+        assert one == pytest.approx(other, rel=1e-9, abs=1e-12)
+
+
 def stopped_at(context: ParallelContext, words: list[str], step: int) -> int:
     with pytest.MonkeyPatch.context() as patch:
         if step < STEPS:
@@ -227,3 +245,78 @@ def test_a_source_that_is_not_there_is_refused_before_the_first_step(sources: Pa
     with pytest.raises(UserError, match=r"none\.txt"):
         run_words(ParallelContext(), words)
     assert not (sources / "nowhere").exists()
+
+
+def branch(folder: Path, run: str, *extra: str, of: str = "constant") -> list[str]:
+    return [f"run_dir={folder / run}", f"checkpoint.branch_from={folder / of}@step-20", *extra]
+
+
+CONSTANT = ("phases=[]", "lr.schedule=constant")
+COOLING = ("train.steps=32", "lr.schedule=linear", "lr.min_lr=0", "data.weights=[1,3]", "train.seq_length=128")
+
+
+@pytest.fixture(scope="module")
+def constant(sources: Path) -> Path:
+    assert run_words(ParallelContext(), overrides(sources, "constant", *CONSTANT)) == 0
+    return sources
+
+
+def test_a_branch_is_a_run_that_had_been_planned_so_from_the_start(
+    constant: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stopped before its first checkpoint and after it, and then continued by its folder's name alone."""
+    later = "{lr: {schedule: linear, min_lr: 0}, data.weights: [1, 3], train.seq_length: 128}"
+    planned = ["lr.schedule=constant", "train.steps=32", f"phases=[{{until: 20}}, {later}]"]
+    assert run_words(ParallelContext(), overrides(constant, "planned", *planned)) == 0
+    arguments = branch(constant, "branch", *COOLING)
+    for step in (21, 27):
+        with monkeypatch.context() as patch:
+            stop_after(step, patch)
+            assert run_words(ParallelContext(), arguments) == 0
+    capsys.readouterr()
+    with monkeypatch.context() as patch:  # a branch that has checkpoints of its own needs no other run
+        patch.setattr(Path, "glob", lambda *_: iter(()))
+        (constant / "constant").rename(constant / "moved")
+        assert run_words(ParallelContext(), arguments[:1]) == 0
+        (constant / "moved").rename(constant / "constant")
+    assert f"off {constant / 'constant'}@step-20" in capsys.readouterr().out
+    assert state_bytes(constant / "branch", 32) == state_bytes(constant / "planned", 32)
+    trained = [[line for line in metrics(constant / run) if "loss" in line] for run in ("branch", "planned")]
+    assert trained[0] == trained[1], "with the history of the run that it left"
+
+
+def test_a_branch_needs_the_data_of_its_own_phase_alone(constant: Path) -> None:
+    hidden = constant / "hidden.txt"
+    (constant / "text.txt").rename(hidden)
+    try:
+        words = branch(constant, "other", f"data.path={constant / 'c.txt'}", "data.weights=null", "train.steps=24")
+        assert run_words(ParallelContext(), words) == 0
+    finally:
+        hidden.rename(constant / "text.txt")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["checkpoint.branch_from=nowhere"], "no checkpoint of a run"),
+        (["checkpoint.branch_from={folder}/constant@step-21"], "no checkpoint of step 21"),
+        (["model.hidden_size=32"], r"model\.hidden_size=32"),
+        (["phases=[{{until: 30}}, {{}}]"], "a branch has those of its run"),
+        (["train.steps=20"], "where no step is left"),
+    ],
+)
+def test_branches_that_cannot_be_are_refused(constant: Path, words: list[str], message: str) -> None:
+    given = [word.format(folder=constant) for word in words]
+    with pytest.raises(UserError, match=message):
+        run_words(ParallelContext(), [*branch(constant, "refused"), *given])
+    assert not (constant / "refused").exists()
+
+
+def test_a_branch_of_a_damaged_checkpoint_is_refused(constant: Path) -> None:
+    checkpoint = constant / "constant/checkpoints/step-00000015"
+    state = (checkpoint / "state.json").read_text()
+    (checkpoint / "state.json").write_text(state.replace("samples", "simples"))
+    words = [f"run_dir={constant / 'bad'}", f"checkpoint.branch_from={constant / 'constant'}@15"]
+    with pytest.raises(UserError, match=r"state\.json is damaged"):
+        run_words(ParallelContext(), words)
+    assert not (constant / "bad").exists()
