@@ -186,8 +186,8 @@ def fit(options: Namespace, overrides: list[str]) -> Shown:
 
     Where parameters N and tokens D vary apart (6 runs, 3 values of each): L = E + A / N^a + B / D^b, and the N and D of
     the least loss at a given compute. Else, as at one number of tokens per parameter: L = E + A / C^a over the compute
-    C (4 amounts of it; 3: without E). Least squares of the relative deviations. The interval of each exponent is of 98
-    %, so that those of two hold together in 95 of 100. An interval without an end: the runs do not tell.
+    C (4 amounts of it; 3: without E). Least squares of the relative deviations. The intervals of a law's exponents hold
+    together in 98 of 100 cases; where an end is missing, the runs do not tell it.
     """
     points, measured = points_of(options.runs)
     law, remarks = fitted(points)

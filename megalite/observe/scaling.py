@@ -6,6 +6,7 @@ included; tokens D are those trained on; compute C is the model FLOPs by which M
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from math import inf, log10
 from pathlib import Path
 from statistics import fmean
@@ -15,6 +16,7 @@ import numpy as np
 
 from megalite.config.files import RUN, read_object, refusing
 from megalite.config.overrides import of_type
+from megalite.config.rule import outside
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, with_values
 from megalite.errors.problems import Problem, UserError, collect_all, refuse
@@ -79,6 +81,9 @@ def _point(run: RunData, validated: bool) -> Point:
     place, length = run.folder / "config.yaml", "train.seq_length"
     with refusing(place):
         values = {name: of_type(SETTINGS[name], run.config[name]) for name in [*names, length]}
+        refuse(
+            [wrong for name, value in values.items() if value is not None and (wrong := outside(SETTINGS[name], value))]
+        )
         config = with_values(Config(), values)
         if None in (config.model.vocab_size, config.model.head_size, config.model.num_key_value_heads):
             raise ValueError("does not hold all sizes of a model")
@@ -104,10 +109,10 @@ def law_lines(points: Sequence[Point], law: Law, remarks: Sequence[str], measure
         amounts = "".join(f"{amount:>12.3e}" for amount in (point.parameters, point.tokens, point.compute))
         yield f"{point.run!s:{width}}{amounts}{point.loss:>10.4f}{said:>10.4f}{point.loss / said - 1:>+9.2%}"
     yield ""
-    yield f"L = {law}; deviation of a run {law.deviation:.2%}"
+    yield f"L = {law}; deviation of a run {law.deviation:.2%}; intervals hold together in {LEVEL:.0%} of cases"
     for name, (value, interval) in law.known.items():
         words = {"N": "N of least loss goes as C^", "L": "the least loss nears E as C^-"}.get(name, f"{name} = ")
-        yield f"  {words}{value:.3f}, {LEVEL:.0%} interval: {_span(interval)}"
+        yield f"  {words}{value:.3f}, interval {_span(interval)}"
     yield from (f"  {remark}" for remark in remarks)
     yield from ("", *_further(points, law))
     if drawn:
@@ -160,7 +165,7 @@ def as_json(points: Sequence[Point], law: Law, remarks: Sequence[str], measured:
         name: {"value": value, "interval": [end if 0 < end < inf else None for end in interval]}
         for name, (value, interval) in law.known.items()
     }
-    found["runs"] = [{**point._asdict(), "run": str(point.run), "law": law.of_point(point)} for point in points]
+    found["runs"] = [{**asdict(point), "run": str(point.run), "law": law.of_point(point)} for point in points]
     found["further"] = [
         {"compute": times * largest, "loss": law.at(times * largest), "N and D": law.optimum(times * largest)}
         for times in FURTHER

@@ -15,16 +15,15 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import exp, inf, log, nan, pi, tan
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from megalite.errors.problems import NO_VALUE, Problem, UserError
 
-LEVEL = 0.98  # of each interval, so that those of two exponents hold together in 95 of 100
+LEVEL = 0.98  # with which the intervals of all exponents of a law hold together
 LEAST, MOST = 0.01, 4.0  # exponents that are searched
-CELLS, ROUNDS = 13, 6  # of grids that narrow
-EDGE_CELLS, EDGE_ROUNDS = 9, 5  # of those that find an interval's end
+CELLS, ROUNDS = 25, 4  # of grids that narrow: exponents to a ten thousandth
 RIDGE = 1e-13  # keeps terms that are nearly equal from being singular
 APART = 0.1  # by which ln D must leave a line over ln N, so that both are known to vary
 FLOPS = 6.0  # of a parameter and token, forward and backward
@@ -33,7 +32,8 @@ Interval = tuple[float, float]  # infinite, or 0, where it is open
 Place = Callable[[Array, Array], tuple[Array, ...]]  # the exponents, by the value whose interval is sought and another
 
 
-class Point(NamedTuple):
+@dataclass(frozen=True)
+class Point:
     """A finished run: parameters that a token meets, tokens, model FLOPs and loss."""
 
     run: Path
@@ -85,7 +85,7 @@ class Law:
 
 def fit(points: Sequence[Point]) -> tuple[Law, list[str]]:
     """The law of the runs, and remarks on what they do not tell. UserError where they are too few for any."""
-    n, d, c, losses = np.array([point[1:] for point in points], dtype=float).T
+    n, d, c, losses = np.array([[it.parameters, it.tokens, it.compute, it.loss] for it in points], dtype=float).T
     missing = _missing(n, d)
     if not missing:
         return _fit(losses, {"N": n, "D": d}, floor=True), []
@@ -121,7 +121,8 @@ def _fit(losses: Array, amounts: dict[str, Array], *, floor: bool) -> Law:
     search = _Search([its / mean for its, mean in zip(amounts.values(), means, strict=True)], losses, floor)
     best, at = search.best()
     spare = len(losses) - 2 * len(amounts) - floor
-    allowed = best * (1 + student_t(spare) ** 2 / spare)
+    level = 1 - (1 - LEVEL) / len(amounts)
+    allowed = best * (1 + student_t(spare, level) ** 2 / spare)
     known = {name: (value, search.interval(place, ends, value, allowed)) for name, place, ends, value in _sought(at)}
     coefficients = search.sums(np.array([at]))[1][:, 0]
     factors = zip(coefficients[int(floor) :], means, at, strict=True)
@@ -180,8 +181,8 @@ class _Search:
             if self._profile(place, np.array([end]))[0][0] <= allowed:
                 found.append(if_open)
                 continue
-            for _ in range(EDGE_ROUNDS):
-                grid = np.linspace(inside, outside, EDGE_CELLS)
+            for _ in range(ROUNDS):
+                grid = np.geomspace(inside, outside, CELLS)
                 first = max(1, int((self._profile(place, grid)[0] > allowed).argmax()))
                 inside, outside = grid[first - 1], grid[first]
             found.append(float(outside))
@@ -195,7 +196,8 @@ class _Search:
         low, high = (np.full(len(values), log(end)) for end in (LEAST, MOST))
         for _ in range(ROUNDS):
             grid = np.linspace(low, high, CELLS, axis=1)  # [values, cells]
-            exponents = np.stack(np.broadcast_arrays(*place(values[:, None], np.exp(grid))), axis=-1)
+            with np.errstate(divide="ignore"):  # infinite exponents are not allowed
+                exponents = np.stack(np.broadcast_arrays(*place(values[:, None], np.exp(grid))), axis=-1)
             sums = self.sums(exponents.reshape(-1, 2))[0].reshape(grid.shape)
             at = sums.argmin(axis=1)
             low, high = grid[rows, np.maximum(at - 1, 0)], grid[rows, np.minimum(at + 1, CELLS - 1)]
@@ -225,10 +227,10 @@ def _least_sums(terms: Sequence[Array]) -> tuple[Array, Array]:
     return sums, coefficients
 
 
-def student_t(spare: int) -> float:
-    """The quantile of Student's t that holds LEVEL of it between minus and plus, by t = sqrt(spare) tan(angle)."""
-    angles = np.linspace(0, pi / 2, 200_001)
+def student_t(spare: int, level: float) -> float:
+    """The quantile of Student's t that holds `level` of it between minus and plus, by t = sqrt(spare) tan(angle)."""
+    angles = np.linspace(0, pi / 2, 20_001)
     density = np.cos(angles) ** (spare - 1)
     share = np.cumsum((density[1:] + density[:-1]) / 2)
-    angle = np.interp(LEVEL, share / share[-1], angles[1:])
+    angle = np.interp(level, share / share[-1], angles[1:])
     return float(spare**0.5 * tan(angle))

@@ -138,7 +138,7 @@ def open_phases(
     tokenizers = [*filter(Path.is_dir, (run_dir / TOKENIZER, parent / TOKENIZER)), None]
 
     def of_phase(phase: RunPhase) -> OpenedData | None:
-        if phase.end < first or phase.end <= left:
+        if len(job.plan) > 1 and (phase.end < first or phase.end <= left):  # one alone may not know its end yet
             return None
         settings, known = phase.config, next((data.tokenizer_folder for data in opened.values()), tokenizers[0])
         if phase.number > 1 and known is not None and settings.tokenizer in BUILT_IN_TOKENIZERS:

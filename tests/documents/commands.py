@@ -52,6 +52,7 @@ case " $* " in
     *" -m pip "*) echo "nothing is to be installed: see setup.sh's stamp" >&2; exit 1 ;;
     *pretrain_gpt.py*--help*) ;;
     *pretrain_gpt.py*) set -- "$@" {settings} $steps $length $tokenizer ;;
+    *" -m megalite train "*) set -- "$@" $steps $length ;;
     *benchmark.py*--overhead*) set -- "${{@/bf16/fp32}}" --precision fp32 --steps 4 --batch 1 ;;
     *benchmark.py*--optimizer*) set -- "$@" --model tiny_moe --precision fp32 --steps 1 --batch 1 ;;
     *benchmark.py*--context*) set -- "$@" --precision fp32 --steps 1 ;;
