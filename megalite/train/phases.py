@@ -62,8 +62,7 @@ def check_phases(job: "Job") -> None:
             rule = f"phase {at + 1} has begun after step {saved['begin']} with {changes or 'no change'}, and {apart}"
             hint = "phases that have begun as they were, until as a number of steps; or a new run_dir"
             problems.append(Problem("phases", job.config.phases, rule, hint))
-    several = len(job.plan) > 1  # one alone may know its end later, by what is done
-    if several and job.begun and not problems and job.plan[len(job.begun) - 1].end < job.progress.step:
+    if len(job.plan) > 1 and job.begun and not problems and job.plan[len(job.begun) - 1].end < job.progress.step:
         rule = f"phase {len(job.begun)} would have ended before step {job.progress.step}, which is done"
         problems.append(Problem("phases", job.config.phases, rule, f"until of {job.progress.step} or more for it"))
     refuse(problems)
