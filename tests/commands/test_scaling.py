@@ -195,6 +195,7 @@ def test_training_losses_are_averaged_where_a_run_has_no_other(
     found = fitted(capsys, *runs)
     assert found["loss"] == "training loss, mean of the last 1/20"
     assert found["exponents"]["C"] == pytest.approx(GAMMA, rel=1e-3)
+    assert found["E"] == pytest.approx(1.5, rel=1e-3), "what was before the last twentieth is left out"
 
 
 def test_parameters_and_tokens_that_vary_apart_tell_the_optimum(

@@ -15,7 +15,15 @@ TRAININGS = (
     *("data.md", "logging.md", "moe.md", "mup.md", "optimizer.md", "pipeline.md", "report.md", "tensor_parallel.md"),
     "training.md",
 )
-LONG = (*TRAININGS, "context_parallel.md", "huggingface.md", "performance.md", "performance_cpu.md", "sweeps.md")
+LONG = (
+    *TRAININGS,
+    "context_parallel.md",
+    "huggingface.md",
+    "performance.md",
+    "performance_cpu.md",
+    "scaling.md",
+    "sweeps.md",
+)
 HERE = [
     pytest.param(page, id=page.name, marks=pytest.mark.long if page.name in LONG else ())
     for page in PAGES
