@@ -23,7 +23,7 @@ from megalite.errors.problems import NO_VALUE, Problem, UserError
 
 LEVEL = 0.98  # with which the intervals of all exponents of a law hold together
 LEAST, MOST = 0.01, 4.0  # exponents that are searched
-CELLS, ROUNDS = 25, 4  # of grids that narrow: exponents to a ten thousandth
+CELLS, ROUNDS = 15, 5  # of grids that narrow: exponents to a ten thousandth
 RIDGE = 1e-13  # keeps terms that are nearly equal from being singular
 APART = 0.1  # by which ln D must leave a line over ln N, so that both are known to vary
 FLOPS = 6.0  # of a parameter and token, forward and backward
