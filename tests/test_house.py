@@ -26,8 +26,8 @@ FLOORS = [
 ]
 # Lines of .py files; docstrings, comments and blank lines count. A change that needs more raises a number and says why.
 BUDGET = {
-    "the package": 24_530,
-    "what train.run imports": 15_830,  # imports inside of functions included
+    "the package": 24_600,
+    "what train.run imports": 15_900,  # imports inside of functions included
     "a file": 400,
     "a function": 60,
 }

@@ -6,13 +6,14 @@ from itertools import pairwise
 from typing import Any
 
 from megalite.config.derive import absolute_paths, derive
+from megalite.config.layout import exchange_of
 from megalite.config.overrides import of_type, unknown
 from megalite.config.phases import UNTIL, ends_of, may_change, phases_of
 from megalite.config.rule import outside
 from megalite.config.rules import check
 from megalite.config.schema import Config
 from megalite.config.settings import SETTINGS, with_values
-from megalite.config.step_plan import horizon_of
+from megalite.config.step_plan import FOLLOW_LENGTH, horizon_of
 from megalite.errors.problems import Problem
 
 EXAMPLE = "phases=[{until: 0.8}, {lr: {schedule: linear, min_lr: 0}}]"
@@ -94,8 +95,14 @@ def problems_of_phases(config: Config, world_size: int, doubtful: Set[str]) -> l
     if not config.phases:
         return []
     known, found = {one.setting for one in check(config, world_size, doubtful)}, list[Problem]()
-    for phase in phases_of(derive(config, world_size), world_size):
-        given = {"train.steps": None} if "train.steps" in phase.config.derived else {}
+    base = derive(config, world_size)
+    for phase in phases_of(base, world_size):
+        given = {name: None for name in FOLLOW_LENGTH if name in phase.config.derived}
+        if exchange_of(phase.config) != exchange_of(base):  # whose groups the run has made
+            rule = f"exchanges keys by {exchange_of(phase.config).name}, and the run by {exchange_of(base).name}"
+            found.append(
+                Problem(f"phases, {phase.number}", dict(phase.changes), rule, "one parallel.cp_comm that suits all")
+            )
         for one in check(with_values(phase.config, given), world_size, doubtful):
             if one.setting not in known:
                 found.append(replace(one, setting=f"phases, {phase.number}: {one.setting}"))

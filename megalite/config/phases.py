@@ -27,9 +27,10 @@ MAY_CHANGE = (  # settings, or beginnings of their names
     *("model.dropout", "model.attention_dropout", "model.embedding_dropout", "model.rope_", "model.moe.aux_loss"),
     *("model.moe.z_loss_coeff", "model.moe.expert_bias_rate", "model.moe.capacity_factor"),
 )
+NEVER = ("data.validation_fraction", "lr.warmup_tokens", "lr.decay_tokens")  # though their names begin so
 # Settings that a model, its executor and its memory do not depend on: with these alone they stay as they are.
 OUTSIDE_OF_MODEL = ("data.", "lr.", PEAK, "train.eval_", "train.sample_", "train.global_batch_size")
-INSIDE = ("data.cross_document_attention", "data.path")  # it adds up losses by source
+INSIDE = ("data.cross_document_attention", "data.path")  # but for masks, and sums of the loss by source
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class RunPhase:
     end: int
     changes: Mapping[str, Any]
     config: Config
+    start_lr: float | None = None  # the rate before it, where a run has begun it; None: by the phases before
 
     @property
     def schedules(self) -> bool:
@@ -67,7 +69,7 @@ def same_model(one: Config, other: Config) -> bool:
 
 def may_change(name: str) -> bool:
     """Whether a phase may set it."""
-    return name.startswith(MAY_CHANGE) and name not in ("lr.warmup_tokens", "lr.decay_tokens")
+    return name.startswith(MAY_CHANGE) and name not in NEVER
 
 
 def ends_of(config: Config) -> list[int]:
@@ -93,23 +95,24 @@ def ends_of(config: Config) -> list[int]:
 
 def phases_of(config: Config, world_size: int = 1) -> list[RunPhase]:
     """The phases of a derived config: the whole run is one where it has no other."""
-    entries, kept = config.phases, ("run_dir", "run_name", "train.steps")
+    entries, kept = config.phases, ("run_dir", "run_name", "train.steps", "model.max_positions")
     if not entries:
         return [RunPhase(1, 0, config.train.steps, {}, config)]
-    ends = ends_of(config)
+    ends, asked = ends_of(config), {*config.derived}
     config = derive_lengths(config, ends[-1])
-    settings = with_values(config, {n: None for n in config.derived if n not in kept and SETTINGS[n].default is None})
+    settings = with_values(config, {n: None for n in asked if n not in kept and SETTINGS[n].default is None})
     found, begin = list[RunPhase](), 0
     for number, (entry, end) in enumerate(zip(entries, ends, strict=True), 1):
         changes = {name: value for name, value in entry.items() if name != UNTIL}
-        settings = with_values(settings, changes)
-        phase = RunPhase(number, begin, end, changes, settings)
-        own = dict[str, Any]()
+        anew = {"data.weights": None} if "data.path" in changes else {}  # those were of other sources
+        derived = tuple(name for name in settings.derived if name not in changes)
+        settings = replace(with_values(settings, anew | changes), derived=derived)
+        phase, own = RunPhase(number, begin, end, changes, derive(settings, world_size)), dict[str, Any]()
         if phase.schedules:
-            steps = changes.get("lr.steps", end - begin)
-            of_schedule = {"lr.steps": steps, "lr.decay_steps": steps // 5, "lr.warmup_steps": 0}
-            given = changes if number > 1 else {**changes, "lr.warmup_steps": None}
-            own = {name: value for name, value in of_schedule.items() if name not in given}
-        found.append(replace(phase, config=with_values(derive(settings, world_size), own)))
+            own["lr.steps"] = steps = changes.get("lr.steps", end - begin)
+            own |= {"lr.decay_steps": steps // 5} if "lr.decay_steps" in asked else {}
+            own |= {"lr.warmup_steps": 0} if number > 1 else {}
+            own |= {name: value for name, value in changes.items() if name in own}
+        found.append(replace(phase, config=with_values(phase.config, own)))
         begin = end
     return found

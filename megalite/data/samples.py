@@ -143,7 +143,7 @@ class Position:
         names = [f"{it}/{identities[:at].count(it)}" for at, it in enumerate(identities)]  # one may be there twice
         weights, length = dict(zip(names, source.weights, strict=True)), source.seq_length
         position = self
-        if (weights, length) != (self.weights, self.seq_length):
+        if ([*weights.items()], length) != ([*self.weights.items()], self.seq_length):  # their order decides ties
             blend = Blend(tuple(self.weights.values()))
             counts = dict(zip(self.weights, blend.counts(samples - self.first) if self.weights else (), strict=True))
             known = {name: [at, taken + counts.get(name, 0), of] for name, (at, taken, of) in self.sources.items()}

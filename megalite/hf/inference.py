@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megalite.config.compose import load_part, names_of
+from megalite.config.derive import BUILT_IN_TOKENIZERS
 from megalite.config.files import read_object, refusing
 from megalite.config.schema import Config
 from megalite.config.settings import value_of, with_values
@@ -88,7 +89,9 @@ def _own_data(saved: SavedModel, asked: Config, named: Set[str]) -> Work:
     if state is None:
         raise UserError(Problem("data", None, "a model of transformers has no data of its own", NAME_DATA))
     count = (asked if "train.eval_batches" in named else config).train.eval_batches
-    values = {"train.eval_interval": config.train.eval_interval or 1, "data.validation": None}
+    values: dict[str, Any] = {"train.eval_interval": config.train.eval_interval or 1, "data.validation": None}
+    if config.phases and config.tokenizer in BUILT_IN_TOKENIZERS and saved.tokenizer_folder:
+        values["tokenizer"] = str(saved.tokenizer_folder.absolute())  # that of the first phase
     config = with_values(config, {**values, "train.eval_batches": count})
     opened, known = open_data(config, prepare(config)), state.data
     if opened.fingerprint != known["fingerprint"]:

@@ -7,6 +7,7 @@ variables. A thread sends; nothing waits for it but the end of the run, for a wh
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from megalite.observe.trackers import Trackers
 from megalite.train.history import ENDS, Note, Record
 
 ALERTED = ("spike", "skipped", "rolled_back", "straggler", "checkpoint_failed", "stall", *ENDS)  # kinds of events
+ADDRESS = re.compile(r"https?://\S+")  # which may hold a secret
 LIMIT_S = 10.0  # that a command or a webhook may take
 
 
@@ -121,5 +123,5 @@ def _run(command: str, content: bytes, variables: dict[str, str]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
             raise RuntimeError(f"the command has not ended within {LIMIT_S:g} s and was killed") from None
     if process.returncode:
-        last = next((line for line in reversed(said) if line.strip()), "")
+        last = ADDRESS.sub("(an address)", next((line for line in reversed(said) if line.strip()), ""))
         raise RuntimeError(f"the command ended with status {process.returncode}{f': {last}' if last else ''}")

@@ -112,7 +112,7 @@ class Terminal:
             self.print("the model writes", *_quoted(prompt + text), "")
         longer = [word for word in shlex.split(command) if word.partition("=")[0] not in HORIZONS]
         again = ("continue", f"{command}   (the same command)")
-        if stopped_by is None:
+        if stopped_by is None and not run.config.get("phases"):  # whose shares would move
             again = ("train longer", shlex.join([*longer, f"train.steps={2 * max(run.steps, 1)}"]))
         self.print(*_rows([("run folder", str(run.folder)), again]))
 

@@ -26,7 +26,7 @@ def _rate(step: int, phases: Sequence[RunPhase]) -> float:
     """Learning rate of a step by the newest phase before its end that has a schedule."""
     own = [at for at, phase in enumerate(phases) if phase.begin <= step and (phase.schedules or not at)][-1]
     phase, config = phases[own], phases[own].config
-    before = _rate(phase.begin - 1, phases[:own]) if own else 0.0
+    before = phase.start_lr if phase.start_lr is not None else _rate(phase.begin - 1, phases[:own]) if own else 0.0
     peak = config.optimizer.lr if not own or PEAK in phase.changes else before
     return learning_rate(step - phase.begin, config.lr, peak=peak, steps=config.lr.steps, start=before)
 

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 Place = tuple[int, str, list[int]]  # its place in forward's order, name, samples of its microbatch if they are known
 NOT_AGAIN = "nothing: all was finite when the step was computed again"
 
+NO_MEMORY = {"arose_in": "unknown: no memory to compute the step again"}
+
 
 def find_origin(job: "Job", data: StepBatches, tokens: int, loss_scale: float | None) -> dict[str, Any]:
     """Words for the event of a step on `data` with these tokens in all: what was first not finite, in forward's order a
@@ -50,7 +52,8 @@ def find_origin(job: "Job", data: StepBatches, tokens: int, loss_scale: float | 
         with training.executor.recording():  # no CUDA graph, which calls nobody
             loss = training.executor.forward_backward(data.microbatches, share)
     except torch.OutOfMemoryError:
-        return {"arose_in": "unknown: no memory to compute the step again"}
+        job.context.gather_json([])
+        return NO_MEMORY
     finally:
         training.executor.expect_last_gradients = expected
         for chunk in training.chunks:
@@ -73,6 +76,8 @@ def find_origin(job: "Job", data: StepBatches, tokens: int, loss_scale: float | 
         [(in_backward(name), f"gradient of {name}", []) for name in gradients],
     ]
     everyone = job.context.gather_json([min(places, default=None) for places in found] + [len(gradients)])
+    if [] in everyone:
+        return NO_MEMORY
     for kind in range(len(found)):
         if known := [(of_rank[kind], rank) for rank, of_rank in enumerate(everyone) if of_rank[kind]]:
             (at, words, samples), _ = min(known)

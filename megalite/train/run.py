@@ -27,7 +27,7 @@ from megalite.config.branch import place_of
 from megalite.config.derive import BUILT_IN_TOKENIZERS, derive_lengths
 from megalite.config.files import private_files
 from megalite.config.layout import exchange_of
-from megalite.config.phases import RunPhase, phase_at, phases_of
+from megalite.config.phases import PEAK, RunPhase, phase_at, phases_of
 from megalite.config.schema import Config
 from megalite.config.settings import as_plain, leaves, nested, with_values
 from megalite.config.step_plan import FOLLOW_LENGTH, horizon_of
@@ -96,6 +96,8 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
             with private_files():
                 set_up(job, companions)
                 if job.finished:
+                    if job.remote is not None and (left := Saver(job).end_uploads(hasty=False)):
+                        job.log.note(left)
                     return 0
                 job.phase, job.saver = "training", Saver(job)
                 left_s = None if minutes is None else began + 60 * minutes - time.monotonic()
@@ -138,7 +140,7 @@ def open_phases(
     tokenizers = [*filter(Path.is_dir, (run_dir / TOKENIZER, parent / TOKENIZER)), None]
 
     def of_phase(phase: RunPhase) -> OpenedData | None:
-        if len(job.plan) > 1 and (phase.end < first or phase.end <= left):  # one alone may not know its end yet
+        if phase.number < len(job.plan) and (phase.end < first or phase.end <= left):
             return None
         settings, known = phase.config, next((data.tokenizer_folder for data in opened.values()), tokenizers[0])
         if phase.number > 1 and known is not None and settings.tokenizer in BUILT_IN_TOKENIZERS:
@@ -192,7 +194,9 @@ def set_up(job: Job, companions: Companions) -> None:
             run, step = place_of(place)
             rank0_broadcast(context, lambda: branch_off(folder, place, run, step, asked(step)))
         found = newest(folder.checkpoints, context, log.note, remote=job.remote)
-        job.config = config = phase_at(job.plan, found.manifest.step if found else 0).config
+        phase = phase_at(job.plan, found.manifest.step if found else 0)
+        job.config, job.data = phase.config, job.opened[phase.number - 1] or data
+        config = job.config
         notes = [*config.told, *folder.changes, slow_precision(context.dtype, context.device)]
         notes += [*lines_of_scaling(config.model), *lines_of_groups(config)]
         if config.train.fp8 is not None and context.device.type == "cpu":
@@ -201,7 +205,8 @@ def set_up(job: Job, companions: Companions) -> None:
             notes.append(f"the ranks of a sequence exchange keys by {exchange_of(config).name}")
         for line in filter(None, notes):
             log.note(line)
-        job.training = build_training(config, context, log.note)
+        rates = {PEAK: job.plan[0].config.optimizer.lr}  # others are by their ratio to it, whichever phase has begun
+        job.training = build_training(with_values(config, rates), context, log.note)
         if found is not None:
             restore(job, found)
             know_length(job, companions)

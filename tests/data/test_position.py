@@ -50,3 +50,12 @@ def test_another_length_begins_at_the_same_share_of_the_epoch() -> None:
     position, source = position.moved(*blend({"a": 1}, 16), 40)  # 15 samples of a: 3 epochs of 4 and 3 samples of 8
     assert source.before == (3 * 2 + 2,)
     assert source.epochs(40) == [4.0], "the rest of the epoch is too short for a longer sample"
+
+
+def test_the_order_of_sources_decides_ties_so_another_one_is_another_blend() -> None:
+    position, source = Position().moved(*blend({"a": 1, "b": 1}, 8), 0)
+    position, other = position.moved(*blend({"b": 1, "a": 1}, 8), 3)
+    before, after = (one.places(np.arange(*span)) for one, span in ((source, (0, 3)), (other, (3, 5))))
+    names = [*("ab"[part] for part in before[0]), *("ba"[part] for part in after[0])]
+    starts = [*before[1].tolist(), *after[1].tolist()]
+    assert len({*zip(names, starts, strict=True)}) == 5, "no sample comes twice"

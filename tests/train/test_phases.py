@@ -14,6 +14,7 @@ from megalite.data.samples import IntArray, SampleSource, permute, round_keys
 from megalite.errors.problems import UserError
 from megalite.launch.context import ParallelContext
 from megalite.layout.ranks import ParallelLayout
+from megalite.optim.schedule import step_rates
 from megalite.train.history import read_events
 from tests.ranks import run_ranks
 from tests.train import runs
@@ -216,6 +217,50 @@ def test_shares_of_tokens_count_what_each_phase_consumes() -> None:
         assert {phase.config.train.steps for phase in phases_of(config)} == {ends[-1]}
 
 
+def test_a_phase_sets_its_schedule_where_the_run_leaves_it_open() -> None:
+    """wsd over 8 steps: 5 of warm-up from the rate before, then a fall of 3; later steps have the last rate."""
+    schedule = "lr: {schedule: wsd, warmup_steps: 3, decay_steps: 2, steps: 8, min_lr: 0}, optimizer.lr: 0.01"
+    words = [
+        "train.steps=20",
+        "lr.schedule=constant",
+        f"phases=[{{until: 10}}, {{{schedule}, train.micro_batch_size: 4}}]",
+    ]
+    plan = phases_of(load_config(words, 1))
+    rates = [step_rates(step, plan)[0] for step in range(10, 20)]
+    expected = [0.00325, 0.0055, 0.00775, 0.01, 0.01, 0.01, 0.005, 0.0, 0.0, 0.0]
+    assert rates == pytest.approx(expected, abs=1e-12)
+    assert "train.micro_batch_size" not in plan[1].config.derived
+
+
+def test_new_sources_have_new_weights_and_the_same_positions() -> None:
+    later = "{data.path: [c.txt, d.txt]}"
+    words = ["data=text", "data.path=[a.txt,b.txt]", "data.weights=[9,1]", "model.position=learned", "train.steps=20"]
+    plan = phases_of(load_config([*words, f"phases=[{{until: 10}}, {later}]"], 1))
+    assert plan[1].config.data.weights is None
+    assert {phase.config.model.max_positions for phase in plan} == {256}
+
+
+def test_a_longer_run_leaves_the_rate_that_a_phase_began_with(sources: Path) -> None:
+    """The run's cosine would have been higher there; the folder without its last checkpoint begins the phase anew."""
+    words = ("phases=[{until: 6}, {lr.schedule: constant}]", "lr.warmup_tokens=300", "lr.warmup_steps=null")
+    for steps in (10, 14):
+        assert run_words(ParallelContext(), overrides(sources, "longer", *words, f"train.steps={steps}")) == 0
+    rates = [line["lr"] for line in metrics(sources / "longer") if "lr" in line]
+    assert len({*rates[5:]}) == 1, rates
+
+
+def test_groups_keep_their_rates_when_a_phase_sets_another_peak(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the optimizer was made in the first phase or in the second: to the bit."""
+    groups = "optimizer.groups=[{match: '*.mlp.*', lr: 3e-4}]"
+    words = (groups, "phases=[{until: 4}, {optimizer.lr: 1e-2}]", "train.steps=10", "train.eval_interval=0")
+    assert run_words(ParallelContext(), overrides(sources, "groups", *words)) == 0
+    with monkeypatch.context() as patch:
+        stop_after(6, patch)
+        assert run_words(ParallelContext(), overrides(sources, "stopped-groups", *words)) == 0
+    assert run_words(ParallelContext(), overrides(sources, "stopped-groups", *words)) == 0
+    assert state_bytes(sources / "stopped-groups", 10) == state_bytes(sources / "groups", 10)
+
+
 def refusals() -> Iterator[tuple[str, str]]:
     yield "[{until: 20}, {until: 10}, {}]", "phase 2 ends at step 10"
     yield "[{until: 20}, {until: 20}, {}]", "phase 2 ends at step 20"
@@ -229,13 +274,15 @@ def refusals() -> Iterator[tuple[str, str]]:
     yield "[{until: 10}, {train: {global_batch_size: 3}}]", "phases, 2: train.global_batch_size"
     yield "[{until: 10}, {data: {weights: [1, 2, 3]}}]", "phases, 2: data.weights"
     yield "[{until: 10}, {lr: {min_lr: -1}}]", "at least 0"
-    yield "[{until: 10}, {}] train.steps=null train.epochs=1", "a run whose length is given in"
+    yield "[{until: 10}, {data.validation_fraction: 0.5}]", "the same in all phases"
+    yield "[{until: 10}, {train.seq_length: 128}] // model.position=learned", "longer than the table"
+    yield "[{until: 10}, {}] // train.steps=null // train.epochs=1", "a run whose length is given in"
 
 
 @pytest.mark.parametrize(("phases", "words"), refusals())
 def test_plans_that_cannot_be_are_refused(sources: Path, phases: str, words: str) -> None:
     with pytest.raises(UserError, match=words):
-        load_config([*overrides(sources, "refused"), *f"phases={phases}".split(" train.steps=null ")], 1)
+        load_config([*overrides(sources, "refused"), *f"phases={phases}".split(" // ")], 1)
     assert not (sources / "refused").exists()
 
 
