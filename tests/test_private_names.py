@@ -42,7 +42,7 @@ PRIVATE = {
     "torch._foreach_div_": IN_PLACE,
     "torch._foreach_sub_": IN_PLACE,
     "torch.Tensor._version": "sees that an input was changed in place before backward computes again",
-    "torch.cuda.memory._dump_snapshot": "torch's own guide names it; no public name writes what its memory viewer reads",
+    "torch.cuda.memory._dump_snapshot": "torch's guide names it; no public name writes what its viewer reads",
     "torch.cpu._is_amx_tile_supported": "whether bf16 is fast has no public question",
     "torch.cpu._is_avx512_bf16_supported": "whether bf16 is fast has no public question",
 }
