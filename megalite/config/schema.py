@@ -271,12 +271,12 @@ class LearningRateConfig:
 
     schedule: str = setting("cosine", "shape after the warm-up", choices="constant|linear|cosine|wsd|table")
     warmup_steps: int = setting(None, "steps of linear warm-up; null: min(100, train.steps / 10)", at_least=0)
-    warmup_tokens: int | None = setting(None, "tokens of the warm-up, in place of steps", at_least=0, at_most=10**18)
     min_lr: float = setting(None, "learning rate at the last step; null: a tenth of optimizer.lr", at_least=0)
     decay_steps: int = setting(None, "wsd: steps of the final decay; null: a fifth of train.steps", at_least=0)
-    decay_tokens: int | None = setting(None, "wsd: tokens of that decay, in place of steps", at_least=0, at_most=10**18)
     table: list[list[float]] = setting([], "table: [share of the steps, factor of optimizer.lr] each, warm-up included")
     steps: int = setting(None, "steps from the first to the last of the schedule; null: train.steps", at_least=1)
+    warmup_tokens: int | None = setting(None, "tokens of the warm-up, in place of steps", at_least=0, at_most=10**18)
+    decay_tokens: int | None = setting(None, "wsd: tokens of that decay, in place of steps", at_least=0, at_most=10**18)
 
 
 @dataclass

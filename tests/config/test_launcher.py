@@ -58,7 +58,7 @@ def test_a_refusal_is_one_message_with_status_2_and_leaves_nothing(
     [
         (["--help"], "experiment: gpt2_124m_openwebtext, llama3_8b_fineweb, qwen3_0_6b, shakespeare_char"),
         (["experiment=qwen3_0_6b", "--cfg", "job", "train.steps=7"], "steps: 7"),
-        (["--cfg", "job", "checkpoint.async=true"], "\n  async: true\n  init_from: null\n"),
+        (["--cfg", "job", "checkpoint.async=true"], "\n  async: true\n  remote: null\n"),
         (["model=gpt2", "--cfg", "job", "data.path=[a,b]"], "hidden_size: 768"),
         (["--info", "defaults"], "Defaults List"),
         (["--version"], "Hydra"),

@@ -231,7 +231,7 @@ def campaign(main: Main, folder: Path, *, runs: int, seed: int, world_size: int 
             expected[layout] = _undisturbed(undisturbed)
             lasts_s[layout] = time.monotonic() - begun
         arguments = (*shared, f"data.cache_dir={own / 'cache'}")
-        trial = Trial(main, own, arguments, random.Random(dice.random()), world_size, lasts_s[layout])
+        trial = Trial(main, own, arguments, random.Random(dice.random()), world_size, lasts_s=lasts_s[layout])
         outcome = _try(fault, trial, expected[layout])
         if not outcome.flaws:
             shutil.rmtree(own)

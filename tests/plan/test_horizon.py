@@ -10,7 +10,7 @@ import pytest
 from megalite.config.derive import derive, derive_vocabulary
 from megalite.config.schema import Config
 from megalite.config.settings import with_values
-from megalite.data.open import OpenedData, open_data
+from megalite.data.open import OpenedData, TokenFiles, open_data
 from megalite.errors.problems import UserError
 from megalite.plan.horizon import length_words, with_steps
 from megalite.train.saving import Progress
@@ -45,7 +45,7 @@ def opened(folder: Path, *tokens: int, weights: list[float] | None = None) -> Op
     for prefix, number in zip(prefixes, tokens, strict=True):
         write_token_file(prefix, [[1] * number], np.dtype(np.uint16), {"vocab_size": VOCABULARY})
     paths = [str(prefix) for prefix in prefixes]
-    return open_data(config_for(**{"data.path": paths, "data.weights": weights}), (prefixes, None))
+    return open_data(config_for(**{"data.path": paths, "data.weights": weights}), TokenFiles(prefixes, None, {}))
 
 
 def config_for(**values: Any) -> Config:

@@ -126,7 +126,7 @@ def test_weights_that_are_not_finite_are_never_saved_and_the_run_has_failed(
     good = config_for(text, tmp_path / "run", steps=5)
     good.checkpoint = replace(good.checkpoint, asynchronous=asynchronous, keep=1)
     assert start(good) == 0
-    longer = replace(good, train=replace(good.train, steps=STEPS))
+    longer = replace(good, train=replace(good.train, steps=STEPS), lr=replace(good.lr, steps=STEPS))
     ruinous = replace(longer, optimizer=replace(good.optimizer, lr=1e308))
     assert start(ruinous) == 1
     said = capsys.readouterr().err

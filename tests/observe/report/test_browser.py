@@ -44,7 +44,7 @@ def test_all_charts_of_a_run_are_drawn(tmp_path: Path) -> None:
         "Loss", "Validation loss by set", "Training loss by source", "Tokens by source",
         "Learning rate", "Gradient norm", "Bits per byte, validation", "Update over weights, by group",
         "Largest attention logit", "Update over weights, by layer", "Largest attention logit, by layer",
-        "Tokens per second", "Time of a step",
+        "Output, by layer", "Gradient, by layer", "Tokens per second", "Time of a step",
         "Model FLOPs utilisation", "Peak memory", "Peak memory by rank", "Computing time by rank",
         "time of a step by part", "Load imbalance", "Router entropy", "Load of each layer, over the run",
         "Tokens of each expert, in all steps", "Tokens of each expert, in the newest steps",
