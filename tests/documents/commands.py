@@ -33,6 +33,7 @@ NEEDS_MORE = {
     "data.md": 0,
     "docker.md": 5,
     "huggingface.md": 2,
+    "mup.md": 1,
     "optimizer.md": 1,
     "performance.md": 1,
     "sweeps.md": 2,
