@@ -39,7 +39,7 @@ WITHIN = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le,
 LARGEST, LARGEST_IN_LIST = 2**31 - 1, 2**63 - 1  # of whole numbers without a limit of their own
 PLACES = (
     *("run_dir", "tokenizer", "data.path", "data.cache_dir", "checkpoint.init_from", "parallel.nccl_options"),
-    "launch.status_file",
+    *("launch.status_file", "checkpoint.branch_from"),
 )
 LONGEST_NAME = 255  # bytes of a file's name, in any usual file system
 TRIED, OFFERED, WAYS = 80, 3, 4  # values of one setting, those of them that are offered, and settings
