@@ -12,7 +12,7 @@ from typing import Any
 from megalite.config.files import absolute, read_yaml
 from megalite.config.phases import UNTIL, ends_of, may_change
 from megalite.config.schema import Config
-from megalite.config.settings import DERIVED, SETTINGS, leaves, value_of, with_values
+from megalite.config.settings import SETTINGS, leaves, value_of, with_values
 from megalite.errors.problems import Problem, UserError, several
 
 BRANCH = "checkpoint.branch_from"
@@ -45,7 +45,7 @@ def checkpoint_of(text: str) -> tuple[Path, int]:
 def settings_of(run: Path) -> dict[str, Any]:
     """All settings in a run's config.yaml, derived ones too."""
     saved = read_yaml(run / "config.yaml", "give the folder of a run")
-    return {name: value for name, value in leaves(saved).items() if name in SETTINGS and name != DERIVED}
+    return {name: value for name, value in leaves(saved).items() if name in SETTINGS}
 
 
 def branched(config: Config, named: Collection[str], own: Path | None) -> Config:

@@ -111,10 +111,12 @@ class Terminal:
         for prompt, text in run.samples.get(run.step, {}).items() if stopped_by is None else ():
             self.print("the model writes", *_quoted(prompt + text), "")
         longer = [word for word in shlex.split(command) if word.partition("=")[0] not in HORIZONS]
-        again = ("continue", f"{command}   (the same command)")
-        if stopped_by is None and not run.config.get("phases"):  # whose shares would move
-            again = ("train longer", shlex.join([*longer, f"train.steps={2 * max(run.steps, 1)}"]))
-        self.print(*_rows([("run folder", str(run.folder)), again]))
+        rows = [("run folder", str(run.folder))]
+        if stopped_by is not None:
+            rows.append(("continue", f"{command}   (the same command)"))
+        elif not run.config.get("phases"):  # whose shares would be of other steps
+            rows.append(("train longer", shlex.join([*longer, f"train.steps={2 * max(run.steps, 1)}"])))
+        self.print(*_rows(rows))
 
 
 def data_work(terminal: Terminal, doing: str, done: str) -> Callable[[int, int, int, int], None]:

@@ -23,6 +23,7 @@ from megalite.checkpoint.commit import CHECKPOINTS, committed
 from megalite.checkpoint.reading import newest
 from megalite.checkpoint.remote import open_remote
 from megalite.checkpoint.run_folder import TOKENIZER, RunFolder, keep_tokenizer, require_room
+from megalite.checkpoint.uploads import Uploads
 from megalite.config.branch import place_of
 from megalite.config.derive import BUILT_IN_TOKENIZERS, derive_lengths
 from megalite.config.files import private_files
@@ -96,8 +97,7 @@ def run(config: Config, environment: ProcessEnvironment, companions: Companions)
             with private_files():
                 set_up(job, companions)
                 if job.finished:
-                    if job.remote is not None and (left := Saver(job).end_uploads(hasty=False)):
-                        job.log.note(left)
+                    upload_what_is_left(job)
                     return 0
                 job.phase, job.saver = "training", Saver(job)
                 left_s = None if minutes is None else began + 60 * minutes - time.monotonic()
@@ -272,6 +272,14 @@ def train(job: Job) -> None:
         begin(job, job.plan[len(job.begun)])
         train_phase(job)
     job.saver.save_last()
+
+
+def upload_what_is_left(job: Job) -> None:
+    """Upload the checkpoint of a run that an earlier start has finished, unless it is there."""
+    uploads = Uploads(job.remote, job.folder, job.context, job.base.checkpoint.keep)
+    uploads.offer(job.progress.step, job.progress.last_applied)
+    if left := uploads.end(lambda: False, job.log.note, job.log.event):
+        job.log.note(left)
 
 
 def record_end(job: Job) -> int:

@@ -161,6 +161,7 @@ def test_the_search_for_a_loss_scale_alarms_nobody(tmp_path: Path) -> None:
     ("command", "words"),
     [
         ("echo no; echo 'no mail here' >&2; exit 7", "the command ended with status 7: no mail here"),
+        ("echo 'no answer of https://hooks.example/T0/SECRET' >&2; exit 3", "status 3: no answer of (an address)"),
         ("no-such-program-anywhere", "ended with status 127"),
         ("sleep 60 & sleep 60", "has not ended within 0.3 s and was killed"),
     ],

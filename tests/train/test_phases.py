@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megalite.commands.models import evaluate
 from megalite.config.compose import load_config
 from megalite.config.phases import phases_of
 from megalite.data.samples import IntArray, SampleSource, permute, round_keys
@@ -259,6 +260,17 @@ def test_groups_keep_their_rates_when_a_phase_sets_another_peak(sources: Path, m
         assert run_words(ParallelContext(), overrides(sources, "stopped-groups", *words)) == 0
     assert run_words(ParallelContext(), overrides(sources, "stopped-groups", *words)) == 0
     assert state_bytes(sources / "stopped-groups", 10) == state_bytes(sources / "groups", 10)
+
+
+def test_a_run_in_phases_is_evaluated_with_the_tokenizer_of_the_first(
+    sources: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    later = f"{{data.path: {sources / 'c.txt'}}}"
+    words = ("tokenizer=bpe", "data.bpe_vocab_size=300", "train.steps=6", f"phases=[{{until: 3}}, {later}]")
+    assert run_words(ParallelContext(), overrides(sources, "bpe", *words)) == 0
+    capsys.readouterr()
+    assert evaluate([str(sources / "bpe")]) == 0
+    assert f"{metrics(sources / 'bpe')[-1]['val_loss']:.4f}" in capsys.readouterr().out
 
 
 def refusals() -> Iterator[tuple[str, str]]:

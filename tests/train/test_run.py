@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ import megalite.data.batches as batches_module
 import megalite.train.loop as loop_module
 import megalite.train.run as run_module
 import megalite.train.saving as saving_module
+from megalite.checkpoint.remote import Remote
 from megalite.checkpoint.run_folder import RunFolder
 from megalite.commands.train import train_rank
 from megalite.config.derive import derive
@@ -378,3 +380,20 @@ def test_a_rank_that_drifts_from_its_replicas_stops_all(text: Path, tmp_path: Pa
     config = config_for(text, tmp_path / "run", check_replicas_every=3, eval_interval=0)
     assert run_on(ParallelLayout(tp=2, dp=2), config, _drifting) == [1] * 4
     assert max(losses(tmp_path / "run")) == 3
+
+
+def test_a_finished_run_uploads_what_its_last_start_could_not(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, store = config_for(text, tmp_path / "run", steps=4, eval_interval=0), tmp_path / "store"
+    config = replace(config, checkpoint=replace(config.checkpoint, remote=f"file://{store}"))
+    manifest = store / f"checkpoints/step-{4:08d}/manifest.json"
+    with monkeypatch.context() as patch:
+        patch.setattr(Remote, "put", Mock(side_effect=OSError("no store")))
+        patch.setattr("megalite.checkpoint.uploads.PATIENCE_S", 0.3)
+        start(config)
+    assert not manifest.exists()
+    capsys.readouterr()
+    assert start(config) == 0
+    assert "already finished: step 4 of 4" in capsys.readouterr().out
+    assert manifest.read_bytes() == (tmp_path / f"run/checkpoints/step-{4:08d}/manifest.json").read_bytes()
