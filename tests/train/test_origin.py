@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -198,4 +199,19 @@ def test_what_memory_does_not_suffice_for_is_said(text: Path, tmp_path: Path, mo
 
     monkeypatch.setattr(Executor, "recording", no_memory)
     assert start(config_of(text, tmp_path / "run")) == 0
+    assert bad_event(tmp_path / "run") == {"arose_in": "unknown: no memory to compute the step again"}
+
+
+def short_of_memory(context: ParallelContext, config: Config) -> int | str:
+    with pytest.MonkeyPatch.context() as patch:
+        poison({FIRST}, patch)
+        if context.rank == 1:
+            patch.setattr(Executor, "recording", Mock(side_effect=torch.OutOfMemoryError))
+        return outcome(context, config)
+
+
+def test_memory_of_one_rank_alone_that_does_not_suffice_stops_nobody(text: Path, tmp_path: Path) -> None:
+    config = config_of(text, tmp_path / "run")
+    config = derive(replace(config, parallel=replace(config.parallel, timeout_s=20)))
+    assert run_ranks(short_of_memory, 2, config, layout=DP, timeout=60) == [0, 0]
     assert bad_event(tmp_path / "run") == {"arose_in": "unknown: no memory to compute the step again"}
